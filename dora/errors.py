@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Self
 SHOWN_MAX: Final = 200  # characters of a value that is refused
 NAMED_MAX: Final = 20  # names that an error lists, where a command lists them too; of more it names some:
 SOME_NAMED: Final = 4
-ASKED: Final = "did you mean "  # how a guess begins
+GUESS: Final = "did you mean "  # how a guess begins
 
 
 class DoraError(Exception):
@@ -52,9 +52,9 @@ class InvalidValue(DoraError):
     def __init__(self, field: str, value: object, allowed: str, why: str = "", said: str = "") -> None:
         self.allowed = allowed
         self.why = why or ("is missing" if value is MISSING else self.REFUSED)
-        given = field if value is MISSING else f"{field} = {_shown(value)}"
-        must = "" if allowed.startswith(ASKED) else "it must be "
-        super().__init__(said or f"{given} {self.why}: {must}{allowed}", field, value)
+        subject = field if value is MISSING else f"{field} = {_shown(value)}"
+        must = "" if allowed.startswith(GUESS) else "it must be "
+        super().__init__(said or f"{subject} {self.why}: {must}{allowed}", field, value)
 
     def within(self, place: str) -> Self:
         """Returns the refusal with its field located in ``place``, for example a line of a file."""
@@ -62,7 +62,6 @@ class InvalidValue(DoraError):
 
 
 def _shown(value: object) -> str:
-    """Returns a value in one line, shortened if long."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than some thousand digits
@@ -166,7 +165,7 @@ def one_of(name: str, known: Iterable[str], cutoff: float = 0.4, meant: Sequence
     if listed_by and len(names) > NAMED_MAX:
         some = nearest(name, names, cutoff, SOME_NAMED) or names[:SOME_NAMED]
         every = f"one of {', '.join(some)}, or of the {len(names) - len(some)} others that `{listed_by}` lists"
-    return f"{ASKED}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
+    return f"{GUESS}{' or '.join(meant)}? {every[0].upper()}{every[1:]}" if meant else every
 
 
 def described(error: BaseException) -> str:

@@ -77,8 +77,6 @@ class Client(Generic[Asynchronous]):
 def _blocking(
     method: Callable[Concatenate[Any, Parameters], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Client[Any], Parameters], Result]:
-    """Returns the synchronous form of an asynchronous client's method."""
-
     def call(self: Client[Any], /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
         return self._background.run(lambda: method(self._client, *arguments, **options))
 

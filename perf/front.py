@@ -24,10 +24,10 @@ import aiohttp
 import psutil
 
 from dora.agents.front.app import serving
-from dora.agents.front.door import Door, Limits
+from dora.agents.front.gateway import FrontLimits, Gateway
 from dora.agents.front.listening import INHERITED, listening_socket, url_of
 from dora.agents.front.model import served_model
-from dora.agents.front.source import Live, Opening, Sampled
+from dora.agents.front.source import LiveVersions, Sampled, SessionOpening
 from dora.errors import NotFound
 from dora.models import resolve_model
 
@@ -67,13 +67,13 @@ class MemoryService:
     sampled: Sequence[int]
     numbers: Any = field(default_factory=itertools.count)
 
-    async def live(self) -> Live:
-        return Live("tiny", 0, (0,))
+    async def live(self) -> LiveVersions:
+        return LiveVersions("tiny", 0, (0,))
 
     async def find(self, group: str, size: int) -> list[MemorySession]:
         raise NotFound("group", group, "one that was opened")
 
-    async def open(self, opening: Opening) -> list[MemorySession]:
+    async def open(self, opening: SessionOpening) -> list[MemorySession]:
         return [self._session() for _ in range(opening.size)]
 
     def _session(self) -> MemorySession:
@@ -85,7 +85,7 @@ class MemoryService:
 async def serve(listen: str, folder: Path, rate: float) -> None:
     model = await asyncio.to_thread(served_model, folder)
     service: Any = MemoryService(rate, model.tokenizer.encode(TEXT, special_tokens=False))
-    door = Door(service, model, limits=Limits(in_flight=1 << 20, connections=1 << 16))
+    door = Gateway(service, model, limits=FrontLimits(in_flight=1 << 20, connections=1 << 16))
     async with serving(door, listening_socket(listen, has_key=False)):
         await asyncio.Event().wait()
 

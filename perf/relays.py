@@ -38,7 +38,7 @@ from safetensors.numpy import save_file
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
 from dora.relay.link import Link, broadcast_s, chain_s, piece_chunks
-from dora.relay.orders import Arrived, Order, Upstream
+from dora.relay.orders import Arrived, FetchOrder, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.weights.files import CHUNK_BYTES, hash_file
 from dora.weights.store import WeightStore
@@ -86,7 +86,7 @@ def host(told: Connection, folder: str, model: str, name: str, bytes_per_s: floa
     try:
         while True:
             match told.recv():
-                case Order() as order:
+                case FetchOrder() as order:
                     relay.fetch(order)
                 case ("drop", str() as dropped):
                     relay.drop(dropped)
@@ -157,7 +157,7 @@ class Cluster:
                 continue
 
     def order(self, at: int, name: str, upstream: int, piece_bytes: int) -> None:
-        self._links[at].send(Order(name, (self._peers[upstream],), piece_bytes))
+        self._links[at].send(FetchOrder(name, (self._peers[upstream],), piece_bytes))
 
     def arrived(self, hosts: list[int]) -> list[Arrived]:
         """Once all of these have what they were to get."""

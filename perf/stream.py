@@ -45,7 +45,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import server_options
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.packed import packed_batches
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.rpc.secure import server_credentials
 from dora.tls import Tls
 
@@ -170,7 +170,7 @@ async def served(options: argparse.Namespace, tls: Path | None = None) -> AsyncI
 
 async def be_service(trajectories: int, tokens: int, tls: str = "") -> None:
     servicer = StepService(trajectories, tokens)
-    server = grpc.aio.server(interceptors=server_interceptors(Tokens(TOKEN)), options=server_options())
+    server = grpc.aio.server(interceptors=server_interceptors(ServiceTokens(TOKEN)), options=server_options())
     stubs.add_TrainerServicer_to_server(servicer, server)
     if tls:
         port = server.add_secure_port("127.0.0.1:0", server_credentials(Tls.of_folder(tls), mutual=True))

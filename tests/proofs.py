@@ -7,8 +7,8 @@ import grpc
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
 from dora.rpc.challenge import Challenges
-from dora.rpc.proven import Metadata, Session
-from dora.rpc.roles import Caller, Tokens
+from dora.rpc.proven import Metadata, ProvenSession
+from dora.rpc.roles import Caller, ServiceTokens
 
 
 async def credentials(channel: grpc.aio.Channel, method: str, token: str, worker_id: str = "") -> Metadata:
@@ -19,13 +19,13 @@ async def credentials(channel: grpc.aio.Channel, method: str, token: str, worker
     return session_of(token, nonce, await ask(b"", metadata=sent)).credential(method).metadata
 
 
-def session_with(challenges: Challenges, token: str) -> Session:
+def session_with(challenges: Challenges, token: str) -> ProvenSession:
     """A session without a network."""
     nonce = secrets.token_bytes(proof.NONCE_BYTES)
     return session_of(token, nonce, challenges.answer(nonce, ""))
 
 
-def session_of(token: str, nonce: bytes, reply: pb.ChallengeReply) -> Session:
+def session_of(token: str, nonce: bytes, reply: pb.ChallengeReply) -> ProvenSession:
     """A client's session; a wrong token is shown as an operator's."""
     holders = [
         each.holder
@@ -34,10 +34,10 @@ def session_of(token: str, nonce: bytes, reply: pb.ChallengeReply) -> Session:
     ]
     holder = holders[0] if holders else "operator"
     key = proof.session_key(proof.holder_key(holder, token), nonce, reply.nonce)
-    return Session(holder, nonce, reply.nonce, key)
+    return ProvenSession(holder, nonce, reply.nonce, key)
 
 
-def caller_of(tokens: Tokens, token: str, worker_id: str = "") -> Caller | None:
+def caller_of(tokens: ServiceTokens, token: str, worker_id: str = "") -> Caller | None:
     """The caller of a valid token."""
     return next(
         (

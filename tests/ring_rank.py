@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.engine_patches.mapped_weights import Tensors
-from dora.weights.image import Note
+from dora.weights.image import ImageNote
 from dora.weights.load_time import LoadDeadline
 from dora.worker.copying.image_source import image_source
 from dora.worker.copying.weight_ring import WeightRing
@@ -36,7 +36,7 @@ class RingOnCpu(Cpu):
 
         return tensors
 
-    def image_source(self, note: Note, device: Any) -> Any:
+    def image_source(self, note: ImageNote, device: Any) -> Any:
         source = image_source(note, host_images.opened, device)
 
         def tensors(files: Sequence[str], limit_s: float) -> Tensors:

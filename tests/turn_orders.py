@@ -18,6 +18,6 @@ def order(
     prompt_logprobs: bool = False,
 ) -> TurnOrder:
     """``fork``: the turn whose path the tokens continue, and their place there; None: they follow the last turn."""
-    place = fork or (len(entry.given), entry.path_tokens(len(entry.given)))
+    place = fork or (len(entry.inputs), entry.path_tokens(len(entry.inputs)))
     own = sampling or {}
     return TurnOrder(entry, tuple(token_ids), max_tokens, name, *place, fork is not None, own, prompt_logprobs)

@@ -35,16 +35,16 @@ class AllRanks:
             raise InvalidValue("weights", type(weights).__name__, allowed)
         self._group = group
 
-    def headers(self, wanted: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    def headers(self, expected: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """The headers of the whole tensors as published, by checkpoint name. Gathers nothing."""
         import torch
 
         shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self._items()}
         found = self._named(shapes)
-        if wanted and _HEAD not in wanted and _EMBEDDING in found:
+        if expected and _HEAD not in expected and _EMBEDDING in found:
             found.pop(_HEAD, None)  # a state_dict contains a tied head twice
         return {
-            name: published_header(header_of(name, tensor, shape_only=True), wanted.get(name))
+            name: published_header(header_of(name, tensor, shape_only=True), expected.get(name))
             for name, tensor in found.items()
         }
 
@@ -62,12 +62,12 @@ class AllRanks:
         """Notifies the other ranks, from the leader, that nothing will be gathered."""
         self._told(go=False)
 
-    def gather(self, wanted: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Any]]:
+    def gather(self, expected: Mapping[str, TensorHeader]) -> Iterator[tuple[str, Any]]:
         """Yields the whole tensors by checkpoint name, on the leader. Use each before the next is requested."""
         self._told(go=True)
         for name, tensor in self._gathered():
             for piece, part in self._named({name: tensor}).items():
-                if not wanted or piece in wanted:
+                if not expected or piece in expected:
                     yield piece, part
 
     def _items(self) -> list[tuple[str, Any]]:

@@ -45,7 +45,6 @@ class _Thread:
                 self.loop.run_until_complete(asyncio.wait(tasks))
 
     def end(self) -> None:
-        """Cancels the running calls and joins the thread."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -89,7 +88,6 @@ class _Shared:
             thread.end()
 
     def exit(self) -> None:
-        """Ends the thread, whatever clients are open, and closes the loop."""
         with self.lock:
             self.end()
             loop, self.loop = self.loop, None
@@ -116,7 +114,6 @@ def _stand_still(is_failed: bool = False) -> None:
 
 
 def _are_executors_closed() -> bool:
-    """Whether the interpreter takes no more work for threads, as one that ends."""
     try:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(int)
@@ -209,7 +206,6 @@ class _Call(Generic[Result]):
         self._loop.call_soon_threadsafe(self._begin)
 
     def give_up(self) -> None:
-        """Cancels the call, or prevents its start."""
         self._loop.call_soon_threadsafe(self._give_up)
 
     def _begin(self) -> None:

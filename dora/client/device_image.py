@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dora.weights import cuda_image
 from dora.weights.files import WeightFile, bytes_at, is_torch_tensor, typed_view
-from dora.weights.image import Note, Place, void, write_note
+from dora.weights.image import ImageNote, Place, void, write_note
 from dora.weights.reference import TensorHeader, layout_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Images:
     def offer(self, folder: Path, file: WeightFile, sums: Sequence[bytes]) -> None:
         """Writes the note of the image beside the version's file. Raises OSError."""
         assert self._memory is not None
-        note = Note(self._place, file.blake3.hex(), len(self._memory), tuple(sums))
+        note = ImageNote(self._place, file.blake3.hex(), len(self._memory), tuple(sums))
         written = write_note(folder, note)
         if self._note >= 0:
             os.close(self._note)  # of the same image: the commit is repeated

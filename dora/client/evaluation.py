@@ -26,7 +26,7 @@ class Evaluation:
         Raises LimitExceeded before sending a message over the limit.
         """
         check_message_bytes("EvaluateRequest", request, connection.max_message_bytes)
-        self.asked = len(request.prompts)
+        self.requested = len(request.prompts)
         self.evaluation_id = ""
         self.version = -1
         self.groups: list[TrajectoryGroup] = []  # groups already yielded
@@ -40,8 +40,7 @@ class Evaluation:
 
     @property
     def missing(self) -> int:
-        """The number of prompts without a result."""
-        return self.asked - len(self.groups) - len(self.refused)
+        return self.requested - len(self.groups) - len(self.refused)
 
     def __aiter__(self) -> Self:
         return self

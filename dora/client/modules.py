@@ -60,22 +60,22 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
 
 
-def renamed(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> dict[str, Any]:
+def renamed(tensors: Mapping[str, Any], expected: Mapping[str, object]) -> dict[str, Any]:
     """Renames the ``tensors`` of a wrapped module's ``state_dict`` to the wanted names; others keep theirs."""
     found = {}
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise InvalidValue("weights: name of a tensor", name, "a text")
         plain = plain_name(name)
-        while plain not in wanted and plain.startswith(f"{_REPLICATED}."):
+        while plain not in expected and plain.startswith(f"{_REPLICATED}."):
             plain = plain.removeprefix(f"{_REPLICATED}.")
-        found[plain if name not in wanted and plain in wanted and plain not in tensors else name] = tensor
+        found[plain if name not in expected and plain in expected and plain not in tensors else name] = tensor
     return found
 
 
-def without_tied_head(tensors: Mapping[str, Any], wanted: Mapping[str, object]) -> Mapping[str, Any]:
+def without_tied_head(tensors: Mapping[str, Any], expected: Mapping[str, object]) -> Mapping[str, Any]:
     """Returns ``tensors`` without a head that is the embedding: a state_dict contains it twice, a checkpoint once."""
-    if not wanted or _HEAD in wanted or not _are_same(tensors.get(_HEAD), tensors.get(_EMBEDDING)):
+    if not expected or _HEAD in expected or not _are_same(tensors.get(_HEAD), tensors.get(_EMBEDDING)):
         return tensors
     return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
 
@@ -105,7 +105,6 @@ def _is_cut(tensor: Any) -> bool:
 
 
 def _are_same(tensor: Any, other: Any) -> bool:
-    """Whether two tensors of one library have the same type, shape and values."""
     if getattr(tensor, "shape", ()) != getattr(other, "shape", None) or type(tensor) is not type(other):
         return False
     return bool((tensor == other).all())

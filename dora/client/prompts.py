@@ -154,7 +154,6 @@ def prompt_message(prompt: Prompt | str | Mapping[str, Any]) -> pb.Prompt:
 
 
 def _of_fields(record: Mapping[str, Any]) -> pb.Prompt:
-    """Converts a mapping with the fields of a prompts file to a message. The service checks the values."""
     for unknown in sorted(set(record) - set(_FIELDS) - set(_OTHER_NAMES), key=str):
         raise InvalidValue(f"prompt: {unknown}", record[unknown], one_of(str(unknown), _FIELDS))
     forms = [name for name in (*_FORMS, *_OTHER_NAMES) if name in record]

@@ -102,30 +102,29 @@ def _take_gathered(
     weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None, images: Images | None
 ) -> Taken:
     """Copies weights gathered from all ranks. Notifies the ranks if this one refuses."""
-    wanted = {header.name: header for header in expected}
-    asked = False
+    by_name = {header.name: header for header in expected}
+    was_read = False
 
     def tensors() -> Iterator[tuple[str, Any]]:
-        nonlocal asked
-        asked = True
+        nonlocal was_read
+        was_read = True
         yield from weights.gather(headers)
 
     try:
-        headers = weights.headers(wanted)
-        if wanted:
+        headers = weights.headers(by_name)
+        if by_name:
             check_tensors(headers, expected)
         return take_tensors(tensors(), headers, folder, WEIGHTS_FILE, spare, images)
     finally:
-        if not asked:
+        if not was_read:
             weights.refuse()
 
 
 def _fitting(weights: object, expected: Sequence[TensorHeader]) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
-    """Returns tensors and published headers, by checkpoint name. Raises InvalidValue for the first mismatch."""
-    wanted = {header.name: header for header in expected}
-    tensors = without_tied_head(_checkpoint(weights, wanted), wanted)
-    headers = _headers(tensors, wanted)
-    if wanted:
+    by_name = {header.name: header for header in expected}
+    tensors = without_tied_head(_checkpoint(weights, by_name), by_name)
+    headers = _headers(tensors, by_name)
+    if by_name:
         check_tensors(headers, expected)
     return tensors, headers
 
@@ -233,11 +232,11 @@ async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> 
             yield pb.WeightChunk(content=content)
 
 
-def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
+def _checkpoint(weights: object, by_name: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
     if is_module(weights):
         return to_checkpoint(_whole(state_of(weights)), config_of(unwrapped(weights)))
     if isinstance(weights, Mapping) and weights:
-        return renamed(_whole(weights), wanted)
+        return renamed(_whole(weights), by_name)
     raise InvalidValue(
         "weights",
         type(weights).__name__,
@@ -245,8 +244,8 @@ def _checkpoint(weights: object, wanted: Mapping[str, TensorHeader]) -> Mapping[
     )
 
 
-def _headers(tensors: Mapping[str, Any], wanted: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    return {name: published_header(header_of(name, tensor), wanted.get(name)) for name, tensor in tensors.items()}
+def _headers(tensors: Mapping[str, Any], by_name: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    return {name: published_header(header_of(name, tensor), by_name.get(name)) for name, tensor in tensors.items()}
 
 
 def _whole(tensors: Mapping[Any, Any]) -> dict[str, Any]:

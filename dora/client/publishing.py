@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.client.publication import files_to_wire
-from dora.client.session import Attachment, Session
+from dora.client.session import Attachment, TrainerSession
 from dora.client.taking import Taken
 from dora.data.types import Canary
 from dora.errors import VersionRejected
@@ -26,8 +26,6 @@ _HURRY_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The result of a commit."""
-
     version: int  # the published version
     groups_trained: int | None  # since the service's start; None if unknown
 
@@ -37,7 +35,7 @@ class Publication:
 
     def __init__(
         self,
-        session: Session,
+        session: TrainerSession,
         step: int,
         taken: Taken,
         canary: Callable[[], Canary | None],
@@ -124,7 +122,7 @@ class Publication:
         return self.commit
 
 
-async def settle(session: Session) -> None:
+async def settle(session: TrainerSession) -> None:
     """Waits for the commit in progress, if any. Raises its error; the step is not committed then.
 
     A rejected version is raised until it is republished; any other error once.
@@ -145,7 +143,7 @@ async def settle(session: Session) -> None:
         session.publishing = None
 
 
-async def end(session: Session, hurried: bool) -> None:
+async def end(session: TrainerSession, hurried: bool) -> None:
     """Waits, at the end of a session, for the commit in progress, and raises its error.
 
     ``hurried``: waits a few seconds and raises nothing; a commit that has not ended then is cancelled.

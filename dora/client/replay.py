@@ -158,7 +158,6 @@ class ReplayBuffer:
 
 
 def _at(group: TrajectoryGroup, step: int) -> TrajectoryGroup:
-    """The group as one of ``step``."""
     members = (replace(each, trained_step=step, staleness=step - each.behaviour_version) for each in group.trajectories)
     return TrajectoryGroup(group.group_id, tuple(members))
 

@@ -64,7 +64,7 @@ class Attachment:
     takes_images: bool = False  # engines of this host read weights in the trainer's memory
 
 
-class Session:
+class TrainerSession:
     """A trainer's session. Attaching fences other trainers; after a broken connection the trainer attaches again."""
 
     def __init__(

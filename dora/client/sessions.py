@@ -100,8 +100,8 @@ class Session:
         that was cancelled or replaced.
         """
         about: dict[str, Any] = {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "whole": True}
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
-        return await self._whole(given_token_ids, asked)
+        request = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
+        return await self._whole(given_token_ids, request)
 
     async def begin(
         self,
@@ -116,15 +116,15 @@ class Session:
         a context of its own. Raises as :meth:`ask`.
         """
         about: dict[str, Any] = {"sampling": sampling, "prompt_logprobs": prompt_logprobs, "whole": True}
-        asked = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, **about)
-        turn = await self._whole(prompt_token_ids, asked)
+        request = self._request(prompt_token_ids, max_tokens, name, is_prompt=True, **about)
+        turn = await self._whole(prompt_token_ids, request)
         self.prompt_token_ids, self.response = np.asarray(prompt_token_ids, np.int32), turn.token_ids.tolist()
         return turn
 
-    async def _whole(self, given_token_ids: Sequence[int], asked: pb.TurnRequest) -> Turn:
+    async def _whole(self, given_token_ids: Sequence[int], request: pb.TurnRequest) -> Turn:
         """Asks a turn, which becomes the session's last one. An older service sends it in pieces."""
         parts: list[Turn] = []
-        async with aclosing(self._pieces(asked)) as pieces:
+        async with aclosing(self._pieces(request)) as pieces:
             async for piece in pieces:
                 parts.append(piece)
         turn = replace(
@@ -154,8 +154,8 @@ class Session:
         session notes nothing of it.
         """
         about: dict[str, Any] = {"is_prompt": is_prompt, "sampling": sampling, "prompt_logprobs": prompt_logprobs}
-        asked = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
-        async with aclosing(self._pieces(asked)) as pieces:
+        request = self._request(given_token_ids, max_tokens, name, after_turn, first_token, **about)
+        async with aclosing(self._pieces(request)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -172,7 +172,6 @@ class Session:
         prompt_logprobs: bool = False,
         whole: bool = False,
     ) -> pb.TurnRequest:
-        """The call of the next turn. ``whole``: in one message, at its end."""
         check_count("max_tokens", max_tokens)
         check_text(name, "name")
         return pb.TurnRequest(
@@ -190,12 +189,12 @@ class Session:
             capability=self.capability,
         )
 
-    async def _pieces(self, asked: pb.TurnRequest) -> AsyncGenerator[Turn]:
+    async def _pieces(self, request: pb.TurnRequest) -> AsyncGenerator[Turn]:
         with self._connections.for_a_call() as connection:
-            replies: Any = connection.stub(SessionsStub).Turn(asked)
+            replies: Any = connection.stub(SessionsStub).Turn(request)
             try:
                 while (piece := await connection.read(replies)) is not None:
-                    yield _turn(asked.turn, piece)
+                    yield _turn(request.turn, piece)
             finally:
                 replies.cancel()
 

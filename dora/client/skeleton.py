@@ -19,8 +19,6 @@ _COMPILED: Final = "_orig_mod"
 
 
 class Skeleton:
-    """The structure of one module."""
-
     def __init__(self, module: Any, bare: Any, config: Mapping[str, Any]) -> None:
         self.module = module  # the original
         self._bare, self._config = bare, config

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 from dora.client.publication import Weights
 from dora.client.publishing import Commit, Publication, settle
-from dora.client.session import Attachment, Session
+from dora.client.session import Attachment, TrainerSession
 from dora.data.strict_json import check_text
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Canary
@@ -28,7 +28,7 @@ class Step:
     skipped. Not safe for concurrent tasks.
     """
 
-    def __init__(self, session: Session, number: int) -> None:
+    def __init__(self, session: TrainerSession, number: int) -> None:
         self.number = number
         self.ended = ""  # with it: what has ended, and what one can do
         self.end_of_prompts = False  # known after iterating: the step is short, and the last one
@@ -172,7 +172,6 @@ class Step:
         return known or Commit(self.number + 1, None)
 
     async def _receive(self) -> None:
-        """Receives one message of the stream, reconnecting as needed."""
         try:
             if self._stream is None:
                 self._stream = self._session.stream_step(self.number)
@@ -208,7 +207,6 @@ class Step:
                 self._pending.append(group_from_wire(*parts, decoder=self._session.decode))
 
     def _is_new(self, group_id: str) -> bool:
-        """Records that the stream delivered this group; returns whether it is new."""
         self._repeated.add(group_id)
         if group_id in self._seen:
             return False
@@ -247,7 +245,6 @@ class Step:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Converts metrics to numbers, including one-element tensors and arrays. Raises InvalidValue for other values."""
     if not isinstance(metrics, Mapping):
         raise InvalidValue("metrics", metrics, "a mapping of names to numbers")
     numbers = {}

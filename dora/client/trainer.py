@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 
 from dora.client.publication import Weights, files_to_wire
 from dora.client.publishing import end, settle
-from dora.client.session import Attachment, Session
+from dora.client.session import Attachment, TrainerSession
 from dora.client.step import Step
 from dora.data.types import Canary
 from dora.errors import Conflict, VersionRejected
@@ -28,7 +28,7 @@ ENDED = "step %d has no groups: the service at %s admits no more prompts (%s)"
 UNSAID = "they have ended, or it is draining; to train further, start a new service"  # of an older service
 
 
-class Trainer(Session):
+class Trainer(TrainerSession):
     """One trainer of one service, used as ``async with dora.Trainer(...) as trainer``.
 
     On exit it waits for the commit in progress and raises its error. If an exception leaves the block, the commit gets
@@ -42,7 +42,7 @@ class Trainer(Session):
             await super().__aexit__(*exception)
 
     async def attach(self, groups: int = 0) -> Attachment:
-        """Like :meth:`Session.attach`, once the commit in progress has ended."""
+        """Like :meth:`TrainerSession.attach`, once the commit in progress has ended."""
         await settle(self)
         return await super().attach(groups)
 

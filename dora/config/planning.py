@@ -80,12 +80,10 @@ class WindowConfig(Section):
 
     @property
     def least(self) -> int:
-        """The narrowest size of the window."""
         return self.min if self.size == "auto" else self.size
 
     @property
     def most(self) -> int:
-        """The widest size of the window: the most live versions."""
         return self.max if self.size == "auto" else self.size
 
 

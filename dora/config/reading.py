@@ -26,13 +26,14 @@ Setting = str | int | float | bool
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
 
 
-def given(settings: Mapping[str, Setting | None]) -> list[Override]:
+def overrides_of(settings: Mapping[str, Setting | None]) -> list[Override]:
     """Returns settings by dotted names as overrides; None means not given and overrides nothing."""
     return [(key, value) for key, value in settings.items() if value is not None]
 
 
 def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) -> Config:
-    """Reads ``file`` (TOML), applies ``overrides`` in order, validates. An override is a text or a pair from ``given``.
+    """Reads ``file`` (TOML), applies ``overrides`` in order, validates. An override is a text or a pair from
+    ``overrides_of``.
 
     Values in a text are TOML; text that is not TOML is a string. The dotted name of a list's element has its index,
     from 0.
@@ -118,7 +119,6 @@ def validated(tree: Mapping[str, Any]) -> Config:
 
 
 def _parsed(override: str) -> tuple[str, Any]:
-    """Splits ``section.field=value`` into the dotted name and the value."""
     key, separator, text = override.partition("=")
     if not separator or not key.strip():
         raise InvalidValue("--set", override, "section.field=value")
@@ -139,7 +139,6 @@ def _apply(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _index(elements: Sequence[Any], name: str, key: str) -> int:
-    """Returns the index that ``name`` gives, from 0."""
     if name not in map(str, range(len(elements))):
         raise InvalidValue("--set", key, f"the number of an element, below {len(elements)}, not {name}")
     return int(name)

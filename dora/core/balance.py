@@ -9,7 +9,7 @@ from dora.core.dispatcher import Dispatcher
 from dora.core.fleet.worker import QUEUE_SLOTS, Worker
 from dora.core.handoff.table import VACATING
 from dora.core.observation import view_of
-from dora.core.plan import LINE, POOL, Move, Trigger
+from dora.core.plan import POOL, QUEUE, Move, Trigger
 from dora.core.policy import Policy
 from dora.core.rules import evaluation, handoff, rejection
 from dora.core.state import State
@@ -26,8 +26,8 @@ TRIGGERS: Final[dict[type, Trigger]] = {
     on.Restored: Trigger.MEMBERSHIP,
     on.StepCommitted: Trigger.UPDATE,
     on.VersionRepublished: Trigger.UPDATE,
-    on.DrainAsked: Trigger.OPERATOR,
-    on.RebalanceAsked: Trigger.OPERATOR,
+    on.DrainRequested: Trigger.OPERATOR,
+    on.RebalanceRequested: Trigger.OPERATOR,
 }
 
 
@@ -43,7 +43,6 @@ class Balance:
         self._no_free_slot: frozenset[int] = frozenset()  # versions without a free slot at the last search
 
     def trigger(self, event: Any) -> Trigger | None:
-        """The trigger of a re-balancing by this event; None: there is none."""
         if self._state.replan:
             return Trigger.UPDATE
         if isinstance(event, on.Tick):
@@ -109,7 +108,7 @@ class Balance:
             source = state.owner(move.row)
             if source is None or move.row in state.handoffs:
                 continue
-            if move.target == LINE:
+            if move.target == QUEUE:
                 handoff.send_back(state, move.row)
             elif move.target == POOL:
                 pool = state.pool_with(state.kv_of(move.row), source.host)
@@ -147,13 +146,12 @@ class Balance:
         self.begin_moves()
 
     def _has_free_slot(self, versions: Iterable[int]) -> bool:
-        """Returns whether a worker that hosts one of these versions can take one more request."""
         hosts = (worker for version in versions for worker in self._state.workers_of(version))
         return any(map(self._takes_one, hosts))
 
     def _takes_one(self, worker: Worker) -> bool:
         """Returns whether a request may move to this worker: into a free slot; without a pool it may queue for one."""
-        return worker.held < (1 if self._state.pools else QUEUE_SLOTS) * worker.slots
+        return worker.assigned < (1 if self._state.pools else QUEUE_SLOTS) * worker.slots
 
     def _target(self, index: int) -> int:
         worker = self._state.worker_list[index]

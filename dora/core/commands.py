@@ -233,7 +233,7 @@ class StartRequest(WorkerCommand):
 
 @dataclass(frozen=True, slots=True)
 class ExtendRequest(WorkerCommand):
-    """Continue a kept request with the given tokens that its worker lacks. If the turn forks, it is cut first."""
+    """Continue a kept request with the environment tokens that its worker lacks. If the turn forks, it is cut first."""
 
     request_id: str
 

@@ -15,7 +15,7 @@ from dora.core.state import State, unfinished
 from dora.core.table import Column
 from dora.errors import IllegalTransition
 
-NO_LINE = WaitingRequests()
+NO_REQUESTS = WaitingRequests()
 
 
 class Dispatcher:
@@ -45,10 +45,9 @@ class Dispatcher:
 
     def waiting_requests(self, version: int) -> WaitingRequests:
         """Admitted requests of this version without a worker, including parked ones."""
-        return self._state.waiting.get(version, NO_LINE)
+        return self._state.waiting.get(version, NO_REQUESTS)
 
     def workers_of(self, version: int) -> Sequence[Worker]:
-        """All workers that take requests of this version."""
         return self._state.workers_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
@@ -65,7 +64,6 @@ class Dispatcher:
         return [worker for worker in candidates if worker.rests_until_s <= state.now_s]
 
     def loading(self, version: int) -> int:
-        """The number of workers that are loading this version."""
         return len(self._state.hosting.loading(version))
 
     def ration(self, version: int, most: int | None) -> None:
@@ -100,7 +98,6 @@ class Dispatcher:
         return max(0, self.window.left - finished) / max(1, self.window.groups_per_step)
 
     def workers(self) -> Iterable[Worker]:
-        """All workers."""
         return self._state.workers.values()
 
     def groups(self) -> int:
@@ -108,7 +105,6 @@ class Dispatcher:
         return self._state.hosting.staying()[0]
 
     def kv_tokens(self) -> int:
-        """KV of the workers that stay, in tokens."""
         return self._state.hosting.staying()[1]
 
     def place(self, row: int, worker: Worker) -> None:

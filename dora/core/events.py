@@ -63,7 +63,7 @@ class PromptsOffered:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupAsked:
+class GroupRequested:
     """A caller asks for a group of this version: it is admitted at once, or refused."""
 
     prompt: OfferedPrompt
@@ -91,12 +91,12 @@ class RequestScored:
     valid: bool = False
 
 
-NO_FORK: Final = -1  # TurnAsked.after_tokens
+NO_FORK: Final = -1  # TurnRequested.after_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAsked:
-    """An environment continues an idle session with ``tokens`` given tokens.
+class TurnRequested:
+    """An environment continues an idle session with ``tokens`` environment tokens.
 
     A fork: ``after_tokens`` is their place within the response of some branch (-1: no fork), or ``is_prompt``: they are
     the prompt of a branch of their own, which an idle session without a prompt needs first. ``is_on_branch``: the place
@@ -139,7 +139,7 @@ class GroupCancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationAsked:
+class EvaluationRequested:
     """Sample these prompts under ``version`` (NEWEST: the newest that workers may load), beside training.
 
     ``share`` of the slots and KV of each worker of that version is allotted to them; 0: they use idle slots.
@@ -416,7 +416,9 @@ class RestoredRequests:
     tokens: Int32Column  # response tokens that the service has
     stages: Uint8Column  # 0: unfinished. 1: finished, verdict pending. 2: scored. 3: idle. 4: dormant. 5: skipped
     attempts: Uint8Column = field(default_factory=lambda: np.zeros(0, np.uint8))  # replacements before it; (0,): none
-    given: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))  # State.requests["given"]; (0,): none
+    given: Int32Column = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # State.requests["input_tokens"]; (0,): none
     # of prompts that environments have given; 0: it has that of its group. (0,): all have
     own_prompts: Int32Column = field(default_factory=lambda: np.zeros(0, np.int32))
 
@@ -481,34 +483,34 @@ class StorageChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class MigrateAsked:
+class MigrationRequested:
     request_id: str
     target_worker: str
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """Drain the worker and let it leave."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class RebalanceAsked:
+class RebalanceRequested:
     pass
 
 
 Event = (
     PromptsOffered
-    | GroupAsked
+    | GroupRequested
     | PromptCancelled
     | AdmissionEnded
     | RequestScored
-    | TurnAsked
+    | TurnRequested
     | SessionEnded
     | SessionFailed
     | GroupCancelled
-    | EvaluationAsked
+    | EvaluationRequested
     | EvaluationCancelled
     | WorkerJoined
     | WorkerLost
@@ -530,7 +532,7 @@ Event = (
     | Restored
     | Tick
     | StorageChanged
-    | MigrateAsked
-    | DrainAsked
-    | RebalanceAsked
+    | MigrationRequested
+    | DrainRequested
+    | RebalanceRequested
 )

@@ -115,7 +115,6 @@ class Machine:
         lifecycle.check_republish(self._state, trainer_epoch, version)
 
     def has_to_come(self, version: int) -> bool:
-        """Returns whether ``version`` is rejected or unavailable."""
         return rejection.has_to_come(self._state, version)
 
     def was_found(self, version: int) -> bool:
@@ -157,9 +156,7 @@ def _tick(state: State, _event: on.Tick) -> None:
 
 
 def _of_session(rule: Callable[[State, Any], None], evaluated: Callable[[State, Any], None]) -> Callable[..., None]:
-    """The handler of an event of an environment. ``evaluated``: for the sessions of evaluations."""
-
-    def handler(state: State, event: on.TurnAsked | on.SessionEnded | on.SessionFailed) -> None:
+    def handler(state: State, event: on.TurnRequested | on.SessionEnded | on.SessionFailed) -> None:
         (evaluated if event.request_id in state.evaluations.requests else rule)(state, event)
 
     return handler
@@ -215,15 +212,15 @@ def _turn_begun(state: State, command: do.StartRequest | do.ExtendRequest, event
 # a handler returns False for an event of an ended epoch
 _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.PromptsOffered: _offered,
-    on.GroupAsked: admission.asked,
+    on.GroupRequested: admission.requested,
     on.PromptCancelled: _prompt_cancelled,
     on.AdmissionEnded: lifecycle.end_admission,
     on.RequestScored: lifecycle.scored,
-    on.TurnAsked: _of_session(sessions.asked, evaluated_sessions.asked),
+    on.TurnRequested: _of_session(sessions.requested, evaluated_sessions.requested),
     on.SessionEnded: _of_session(sessions.ended, evaluated_sessions.ended),
     on.SessionFailed: _of_session(sessions.failed, evaluated_sessions.failed),
     on.GroupCancelled: lifecycle.cancel,
-    on.EvaluationAsked: evaluation.asked,
+    on.EvaluationRequested: evaluation.requested,
     on.EvaluationCancelled: evaluation.cancelled,
     on.WorkerJoined: membership.joined,
     on.WorkerLost: membership.lost,
@@ -245,7 +242,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.Restored: restoring.restored,
     on.Tick: _tick,
     on.StorageChanged: admission.storage_changed,
-    on.MigrateAsked: handoff.asked,
-    on.DrainAsked: membership.drain,
-    on.RebalanceAsked: lambda _state, _event: None,  # balance.TRIGGERS has it
+    on.MigrationRequested: handoff.requested,
+    on.DrainRequested: membership.drain,
+    on.RebalanceRequested: lambda _state, _event: None,  # balance.TRIGGERS has it
 }

@@ -58,7 +58,7 @@ def _seen(requests: Table, window: Window) -> Column:
 
 
 def _worker_columns(state: State) -> WorkerColumns:
-    hosted, held = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
+    hosted, assigned = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
     target, quarantined = hosted["target"], state.window.quarantined
     if quarantined:
         target[np.isin(target, list(quarantined))] = -1
@@ -68,10 +68,10 @@ def _worker_columns(state: State) -> WorkerColumns:
         target=target,
         draining=hosted["draining"].astype(bool),
         slots=hosted["slots"],
-        held=held["held"],
+        assigned=assigned["assigned"],
         kv_tokens=hosted["kv_tokens"],
-        kv_claimed=held["kv_claimed"],
-        kv_expected=held["kv_expected"],
-        kv_used=held["kv_used"],
-        waiting=held["waiting"],
+        kv_claimed=assigned["kv_claimed"],
+        kv_expected=assigned["kv_expected"],
+        kv_used=assigned["kv_used"],
+        waiting=assigned["waiting"],
     )

@@ -18,12 +18,12 @@ class Trigger(Enum):
 
 
 POOL: Final = -2  # instead of a worker's index: park the request
-LINE: Final = -3  # its KV is dropped: the request waits and is re-prefilled
+QUEUE: Final = -3  # its KV is dropped: the request waits and is re-prefilled
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Migrate the request in ``row`` to the worker in ``target``, or to ``POOL`` or ``LINE``."""
+    """Migrate the request in ``row`` to the worker in ``target``, or to ``POOL`` or ``QUEUE``."""
 
     row: int
     target: int

@@ -2,8 +2,8 @@
 
 1. ``settle``, if anything has changed:
    moves begin (planned ones, else moves off vacating workers; KV of idle sessions leaves these too), empty workers load
-   their target version or leave, asked turns begin where their KV is, the policy assigns work to workers with room, KV
-   of idle sessions makes room for what still waits, prompts are drawn, and idle workers are noted.
+   their target version or leave, requested turns begin where their KV is, the policy assigns work to workers with room,
+   KV of idle sessions makes room for what still waits, prompts are drawn, and idle workers are noted.
 2. Each new situation gets one plan: a version with waiting requests and no worker; starved workers, whose old version
    has nothing left to do. With too few workers a second plan would change nothing.
 3. ``settle`` again, if 2 has changed anything.
@@ -85,7 +85,6 @@ class Scheduler:
         return frozenset(waited)
 
     def _without_work(self) -> frozenset[int]:
-        """Indexes of idle workers whose old version has no waiting or upcoming work."""
         state, window = self._state, self._state.window
         if not state.worklist.idle:
             return frozenset()
@@ -101,7 +100,6 @@ class Scheduler:
         return frozenset(indexes - kept)
 
     def _begins(self, version: int) -> bool:
-        """Returns whether a group of this old version will begin: window and policy allow it, and there is a prompt."""
         state = self._state
         if not state.backlog or admissible(state, version) < 1:
             return False

@@ -18,7 +18,7 @@ from dora.core.forecast.cost import CostModel
 from dora.core.forecast.pauses import Pauses
 from dora.core.forecast.prediction import PREDICTORS, PromptTraits
 from dora.core.forecast.rates import Rates
-from dora.core.groups.evaluations import Evaluations
+from dora.core.groups.evaluations import RunningEvaluations
 from dora.core.groups.freshness import Freshness
 from dora.core.groups.queues import Backlog, WaitingRequests
 from dora.core.groups.window import Window
@@ -180,8 +180,8 @@ class State:
                 "starting": np.int64,  # its StartRequest, until obeyed: earlier reports concern an earlier segment
                 "rests_until_s": np.float64,  # a move of it failed: not planned again before then
                 "session": np.bool_,  # an environment ends it
-                "given": np.int64,  # of ``tokens``: the newest turn's given tokens, until a worker has them
-                "left": np.int64,  # of a fork: the KV of the branch that it leaves, until a worker has its given tokens
+                "input_tokens": np.int64,  # of ``tokens``: the newest turn's inputs, until a worker has them
+                "left": np.int64,  # of a fork: the KV of the branch that it leaves, until a worker has its inputs
                 "began_s": np.float64,  # sessions: start of the first turn; 0: not yet
                 "idle_s": np.float64,  # sessions: end of the last turn
                 "paused_s": np.float64,  # sessions: time between turns so far
@@ -195,10 +195,10 @@ class State:
         self.traits: dict[int, PromptTraits] = {}  # group row -> traits that lengths are predicted from
         self.waiting: dict[int, WaitingRequests] = {}  # version -> request rows that wait to run
         self.idle: dict[int, set[int]] = {}  # version -> rows of idle sessions; no empty entries
-        self.asked_at: set[int] = set()  # indexes of workers with asked sessions
+        self.waiting_turns_at: set[int] = set()  # indexes of workers with asked sessions
         self.pauses = Pauses()
         self.finished: dict[int, deque[int]] = {}  # deadline -> group rows that wait for a step; no empty entries
-        self.evaluations = Evaluations()  # apart from all of these
+        self.evaluations = RunningEvaluations()  # apart from all of these
         # trainer
         self.trainer_epoch = 0
         self.lease = Lease()
@@ -216,7 +216,7 @@ class State:
         self.suspects: dict[int, SuspectVersion] = {}  # version -> its refusals
         self.rejected: dict[int, RejectVersion] = {}  # version -> reason, until it is published again
         self.unavailable: dict[int, str] = {}  # stored versions without weights on any host -> reason
-        self.asked: set[int] = set()  # versions rejected since the last commit and not republished
+        self.to_republish: set[int] = set()  # versions rejected since the last commit and not republished
         self.replan = False  # the set of loadable versions has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}
@@ -285,7 +285,6 @@ class State:
         return version >= self.window.oldest_kept or version in self.pinned
 
     def workers_of(self, version: int) -> Sequence[Worker]:
-        """The workers that take requests of this version, by index."""
         return self.hosting.workers_of(version)
 
     # --------------------------------------------------------------------------------------------------- small writes
@@ -296,7 +295,6 @@ class State:
         self.worklist.changed(worker.index)
 
     def uses(self, worker: Worker, kv_tokens: int) -> None:
-        """Sets the KV in use on this worker."""
         worker.kv_used, worker.kv_change = kv_tokens, 0
         self.loads.changed(worker.index)
         self.worklist.fills(worker.index, kv_tokens > self.config.balance.pressure * worker.kv_tokens)
@@ -325,11 +323,10 @@ class State:
         self.rehosted(worker)
 
     def remove_worker(self, worker: Worker) -> None:
-        """Removes a lost worker."""
         del self.workers[worker.worker_id]
         self.worker_list[worker.index] = None
         self.worklist.fills(worker.index, False)
-        self.asked_at.discard(worker.index)
+        self.waiting_turns_at.discard(worker.index)
         self.loads.changed(worker.index)
         self.rehosted(worker)
 
@@ -350,7 +347,6 @@ class State:
         return pool
 
     def remove_pool(self, pool: Pool) -> None:
-        """Removes a lost pool."""
         del self.pools[pool.pool_id]
         self.pool_list[pool.index] = None
 
@@ -368,7 +364,6 @@ class State:
         pool.kv_claimed += kv_tokens
 
     def unpark(self, row: int) -> Pool:
-        """Removes a request from its pool. Returns the pool."""
         pool = self.pool_of(row)
         assert pool is not None, f"request {self.request_id[row]} is in no pool"
         pool.rows.discard(row)
@@ -378,7 +373,6 @@ class State:
         return pool
 
     def give(self, row: int, worker: Worker) -> None:
-        """Makes the worker the owner of the request."""
         requests = self.requests
         tokens, prompt_tokens = int(requests["tokens"][row]), int(requests["prompt_tokens"][row])
         claim = prompt_tokens + max(tokens, int(requests["expected"][row]))
@@ -390,7 +384,7 @@ class State:
         if not requests["began_s"][row]:
             requests["began_s"][row] = self.now_s
         worker.rows.add(row)
-        self.worklist.given(worker.index)
+        self.worklist.assigned(worker.index)
         self.loads.changed(worker.index)
         worker.kv_claimed += claim
         worker.kv_change += prompt_tokens + tokens
@@ -406,11 +400,11 @@ class State:
         requests["status"][indexes] = RequestStatus.RUNNING
         requests["placed_s"][indexes], requests["placed_tokens"][indexes] = self.now_s, held
         requests["worker"][indexes], requests["claim"][indexes] = worker.index + 1, claims
-        requests["starting"][indexes] = requests["given"][indexes] = requests["left"][indexes] = 0
+        requests["starting"][indexes] = requests["input_tokens"][indexes] = requests["left"][indexes] = 0
         worker.rows.update(rows)
         worker.kv_claimed += int(claims.sum())
         worker.kv_change += int(context.sum())
-        self.worklist.given(worker.index)
+        self.worklist.assigned(worker.index)
         self.loads.changed(worker.index)
 
     def keep(self, row: int, worker: Worker) -> None:
@@ -425,27 +419,26 @@ class State:
 
     def asks(self, row: int, worker: Worker) -> None:
         """Notes that the next turn of a session on this worker waits."""
-        worker.asked[row] = None
-        self.asked_at.add(worker.index)
+        worker.waiting_turns[row] = None
+        self.waiting_turns_at.add(worker.index)
 
     def asks_no_more(self, row: int, worker: Worker) -> None:
-        worker.asked.pop(row, None)
-        if not worker.asked:
-            self.asked_at.discard(worker.index)
+        worker.waiting_turns.pop(row, None)
+        if not worker.waiting_turns:
+            self.waiting_turns_at.discard(worker.index)
 
     def rename(self, row: int, request_id: str) -> None:
-        """Gives a request another id."""
         del self.request_row[self.request_id[row]]
         self.request_id[row], self.request_row[request_id] = request_id, row
 
     def kv_of(self, row: int) -> int:
-        """KV tokens of a request where it lies: without the given tokens that no worker has yet, and of a fork that no
-        worker has yet those of the branch that it leaves.
+        """KV tokens of a request where it lies: without the environment tokens that no worker has yet, and of a fork
+        that no worker has yet those of the branch that it leaves.
         """
         requests = self.requests
         if left := int(requests["left"][row]):
             return left
-        return int(requests["prompt_tokens"][row] + requests["tokens"][row] - requests["given"][row])
+        return int(requests["prompt_tokens"][row] + requests["tokens"][row] - requests["input_tokens"][row])
 
     def idles(self, row: int) -> None:
         """Notes that a turn of a session has ended."""
@@ -471,7 +464,6 @@ class State:
         return worker
 
     def take_away(self, row: int) -> Worker:
-        """Takes the request off its worker. Returns that worker."""
         worker = self.owner(row)
         assert worker is not None, f"request {self.request_id[row]} is on no worker"
         worker.rows.discard(row)

@@ -30,7 +30,6 @@ class Table(dict[str, Column]):
 
     @property
     def used(self) -> int:
-        """Rows in use."""
         return self._rows - len(self._free)
 
     @property
@@ -38,7 +37,6 @@ class Table(dict[str, Column]):
         return self._rows
 
     def allocate(self, count: int) -> list[int]:
-        """Allocates ``count`` zeroed rows."""
         while len(self._free) < count:
             self._grow()
         kept = len(self._free) - count
@@ -54,7 +52,6 @@ class Table(dict[str, Column]):
         self._free = free[~np.isin(free, rows)].tolist()
 
     def free(self, rows: list[int]) -> None:
-        """Frees rows. The caller forgets them."""
         for column in self.values():
             column[rows] = 0
         self._free.extend(reversed(rows))
@@ -78,12 +75,10 @@ class IndexedColumns:
         self._rows[index] = row
 
     def copies(self, indexes: int) -> dict[str, Column]:
-        """Copies of all columns for the first ``indexes`` indexes."""
         self._reach(indexes)
         return {name: self._rows[:indexes, place].copy() for place, name in enumerate(self._names)}
 
     def rows(self, indexes: int) -> list[tuple[int, ...]]:
-        """The rows of the first ``indexes`` indexes."""
         self._reach(indexes)
         return [tuple(row) for row in self._rows[:indexes].tolist()]
 

@@ -17,7 +17,7 @@ class WorkerColumns:
     target: Column  # int64, version to host, -1: none
     draining: Column  # bool: will leave
     slots: Column  # int64
-    held: Column  # int64: requests that it owns or that are on their way to it
+    assigned: Column  # int64: requests that it owns or that are on their way to it
     kv_tokens: Column  # int64, capacity
     kv_claimed: Column  # int64, prompts and expected lengths of its requests
     kv_expected: Column  # int64: in use once everything on its way has arrived
@@ -69,5 +69,4 @@ class View:
     pools: tuple[int, ...] = ()  # room of each pool in tokens of KV; (): there is no pool
 
     def admits(self, version: int) -> bool:
-        """Returns whether the window admits another group of this version."""
         return self.admissible.get(version, 0) >= 1

@@ -45,7 +45,7 @@ class Worklist:
         else:
             self._nearly_full.discard(index)
 
-    def given(self, index: int) -> None:
+    def assigned(self, index: int) -> None:
         """This worker has work, or soon will."""
         self._idle.discard(index)
 
@@ -70,7 +70,6 @@ class Worklist:
             del self._rations[version]
 
     def retire(self, version: int) -> None:
-        """Removes a retired version."""
         self._rations.pop(version, None)
 
     # -------------------------------------------------------------------------------------------- what is to be done
@@ -98,7 +97,6 @@ class Worklist:
 
     @property
     def roomy(self) -> Set[int]:
-        """Workers that may have room."""
         return self._roomy
 
     @property
@@ -108,5 +106,4 @@ class Worklist:
 
     @property
     def nearly_full(self) -> Set[int]:
-        """Workers whose KV is nearly used up."""
         return self._nearly_full

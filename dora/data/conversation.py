@@ -15,7 +15,7 @@ from dora.errors import InvalidValue, NotFound
 from dora.system.line_file import whole_lines
 
 SAMPLED: Final = "sampled"
-GIVEN: Final = "given"
+INPUT: Final = "given"
 PROMPT: Final = "prompt"
 Decode = Callable[[Sequence[int]], str]
 
@@ -47,7 +47,7 @@ class BranchShown:
     finish_reason: Annotated[str, "`stop` or `length`, of its last turn"]
     finished_s: Annotated[float, "time from the admission to its last token"]
     worker_history: Annotated[tuple[dict[str, object], ...], "its segments, with worker, tokens, arrival and version"]
-    turns: Annotated[tuple[TurnShown, ...], "the prompt, then sampled and given tokens in order"]
+    turns: Annotated[tuple[TurnShown, ...], "the prompt, then sampled and environment tokens in order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,6 @@ def conversation_of(branches: Sequence[Trajectory], decode: Decode | None) -> Co
 
 
 def session_of(trajectory_id: str) -> str:
-    """Returns the id of a branch's session."""
     return trajectory_id.partition("/")[0]
 
 
@@ -128,7 +127,6 @@ def _file_of(record: Path) -> Path:
 
 
 def _line_begin(session_id: str) -> bytes:
-    """Returns how the lines of a session begin, up to the end of its id."""
     return b'{"trajectory_id": ' + json.dumps(session_id).encode()[:-1]
 
 
@@ -204,13 +202,13 @@ def _turns(branch: Trajectory, is_sampled: BoolArray, decode: Decode | None) -> 
         if begin > place:
             yield shown(SAMPLED, place, response[place:begin], turn=turn)
             turn += 1
-        yield shown(GIVEN, begin, response[begin:end], event)
+        yield shown(INPUT, begin, response[begin:end], event)
         place = end
     last = max(np.flatnonzero(is_sampled).tolist(), default=-1) + 1
     if last > place:
         yield shown(SAMPLED, place, response[place:last], turn=turn)
     if len(response) > max(last, place):
-        yield shown(GIVEN, max(last, place), response[max(last, place) :])
+        yield shown(INPUT, max(last, place), response[max(last, place) :])
 
 
 def _own_sampling(branch: Trajectory, begin: int) -> dict[str, object]:

@@ -57,7 +57,6 @@ class Measurement:
 
 
 def measurement_of(tree: Mapping[str, Any]) -> Measurement:
-    """The measurement from which ``dataclasses.asdict`` made ``tree``."""
     return Measurement(
         **{
             **tree,

@@ -40,8 +40,6 @@ class CancelledGroup:
 
 @dataclass(frozen=True, slots=True)
 class CommittedStep:
-    """A step that a trainer has committed, and its part of the record."""
-
     step: int
     version: int  # that it published: step + 1
     groups: Mapping[str, int]  # group id -> its trajectories
@@ -53,7 +51,6 @@ class CommittedStep:
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
-    """The refusal of a folder to which no record can be written."""
     return InvalidValue("record", str(folder), f"a writable folder ({error.strerror})")
 
 
@@ -85,7 +82,6 @@ class RecordContent:
         return max(0, sum(self._counts.values()) - len(self._written))
 
     def _lines(self, name: str) -> Iterator[bytes]:
-        """Yields a file's lines. Raises OSError, also if the file cannot be written."""
         file = self.folder / name
         if not file.exists():
             return iter(())
@@ -111,7 +107,6 @@ class RecordContent:
                 raise InvalidValue(f"{STEPS_FILE} line {number}", line[:80], "a committed step") from error
 
     def _read_ended(self) -> set[str]:
-        """The groups that were cancelled."""
         ended = set()
         for number, line in enumerate(self._lines(CANCELLED_FILE), start=1):
             try:
@@ -121,7 +116,6 @@ class RecordContent:
         return ended
 
     def _read_evaluated(self) -> set[int]:
-        """The versions of which an evaluation was completed."""
         found = set()
         file = self.folder / EVALUATIONS_FILE
         for number, line in enumerate(whole_lines(file) if file.exists() else (), start=1):

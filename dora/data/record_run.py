@@ -21,8 +21,6 @@ SET_ASIDE: Final = "set-aside"
 
 @dataclass(frozen=True, slots=True)
 class RecordRun:
-    """The run of a record."""
-
     run: str
     since: int
 

@@ -65,12 +65,10 @@ def responses_of(group: TrajectoryGroup) -> list[Response]:
 
 
 def score_of(groups: Iterable[TrajectoryGroup]) -> Score:
-    """Computes the statistics of the groups' responses."""
     return score_of_responses([responses_of(group) for group in groups])
 
 
 def score_of_responses(groups: list[list[Response]]) -> Score:
-    """Computes the statistics of groups of responses."""
     responses = [each for group in groups for each in group]
     tokens = np.asarray([each.length_tokens for each in responses], np.float64)
     means = [mean for group in groups if not math.isnan(mean := _mean(_rewards(group)))]
@@ -88,7 +86,6 @@ def score_of_responses(groups: list[list[Response]]) -> Score:
 
 
 def scores_by(groups: Iterable[TrajectoryGroup], column: Callable[[TrajectoryGroup], str]) -> dict[str, Score]:
-    """Computes the statistics for each value of ``column``, in the order of the values."""
     parts: dict[str, list[TrajectoryGroup]] = {}
     for group in groups:
         parts.setdefault(column(group), []).append(group)

@@ -53,7 +53,6 @@ class TokenColumns:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[TokenSpan]:
-        """Yields the spans."""
         for index in range(len(self)):
             tokens = slice(int(self.begins[index]), int(self.begins[index] + self.counts[index]))
             yield TokenSpan(

@@ -17,9 +17,9 @@ from dora.data.trajectory_fields import (
     JSON,
     Declared,
     ExpertArray,
-    Kept,
-    Kind,
     Packing,
+    PersistedIn,
+    ValueKind,
     declarations,
     own_array,
 )
@@ -35,7 +35,7 @@ BoolArray = npt.NDArray[np.bool_]
 Decoder = Callable[[Sequence[int], bool], str]  # token ids, and whether special tokens are shown
 
 SAME, EACH, RARE, IN_TOKENS, LEFT_OUT = Packing
-ADMITTED, TOKENS, VERDICT, NOWHERE = Kept
+ADMITTED, TOKENS, VERDICT, NOWHERE = PersistedIn
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -60,14 +60,16 @@ class Trajectory:
         "trained_step - behaviour_version",
         Declared(LEFT_OUT, NOWHERE, follows=lambda of: of["trained_step"] - of["behaviour_version"]),
     ]
-    prompt_token_ids: Annotated[Int32Array, "the prompt's tokens", Declared(SAME, ADMITTED, Kind.INT32)]
+    prompt_token_ids: Annotated[Int32Array, "the prompt's tokens", Declared(SAME, ADMITTED, ValueKind.INT32)]
     response_token_ids: Annotated[
-        Int32Array, "(n,): exactly the ids that were sampled", Declared(IN_TOKENS, TOKENS, Kind.INT32, by_token=True)
+        Int32Array,
+        "(n,): exactly the ids that were sampled",
+        Declared(IN_TOKENS, TOKENS, ValueKind.INT32, by_token=True),
     ]
     logprobs: Annotated[
         Float32Array,
         "(n,): natural log, the model's own: before temperature, penalties and truncation",
-        Declared(IN_TOKENS, TOKENS, Kind.FLOAT32, by_token=True),
+        Declared(IN_TOKENS, TOKENS, ValueKind.FLOAT32, by_token=True),
     ]
     loss_mask: Annotated[
         Uint8Array,
@@ -75,7 +77,7 @@ class Trajectory:
         Declared(
             LEFT_OUT,
             NOWHERE,
-            Kind.UINT8,
+            ValueKind.UINT8,
             follows=lambda of: np.ones(of["length_tokens"], np.uint8),
             by_token=True,
         ),
@@ -83,12 +85,12 @@ class Trajectory:
     sampling: Annotated[
         SamplingParams,
         "how it was sampled, with its seed",
-        Declared(EACH, ADMITTED, Kind.SAMPLING),
+        Declared(EACH, ADMITTED, ValueKind.SAMPLING),
     ]
     reward: Annotated[
         float,
         "the verifier's; NaN (null in JSON) if it gave no number",
-        Declared(EACH, VERDICT, Kind.NUMBER, column="rewards"),
+        Declared(EACH, VERDICT, ValueKind.NUMBER, column="rewards"),
     ]
     reward_valid: Annotated[
         bool,
@@ -96,7 +98,7 @@ class Trajectory:
         Declared(EACH, VERDICT, column="rewards_valid"),
     ]
     reward_components: Annotated[
-        Mapping[str, float], "parts of the reward, by name", Declared(RARE, VERDICT, Kind.NUMBERS, empty=dict)
+        Mapping[str, float], "parts of the reward, by name", Declared(RARE, VERDICT, ValueKind.NUMBERS, empty=dict)
     ]
     verifier_log: Annotated[str, "the verifier's remarks", Declared(RARE, VERDICT, column="verifier_logs", empty=str)]
     finish_reason: Annotated[
@@ -109,16 +111,16 @@ class Trajectory:
     worker_history: Annotated[
         tuple[Segment, ...],
         "the workers that sampled it, each with its first and last token and how the request came there",
-        Declared(EACH, TOKENS, Kind.SEGMENTS),
+        Declared(EACH, TOKENS, ValueKind.SEGMENTS),
     ]
     length_tokens: Annotated[int, "n: response tokens", Declared(EACH, TOKENS)]
     events: Annotated[
-        tuple[EnvironmentEvent, ...], "tool calls and environment turns", Declared(LEFT_OUT, NOWHERE, Kind.EVENTS)
+        tuple[EnvironmentEvent, ...], "tool calls and environment turns", Declared(LEFT_OUT, NOWHERE, ValueKind.EVENTS)
     ] = ()
     stop_reason: Annotated[
         str | int | None,
         "the stop string or stop token id that ended it; none: the model's own end, or it was cut",
-        Declared(RARE, TOKENS, Kind.STOP, column="stop_reasons", empty=lambda: None, is_later=True),
+        Declared(RARE, TOKENS, ValueKind.STOP, column="stop_reasons", empty=lambda: None, is_later=True),
     ] = None
     window_versions: Annotated[
         int,
@@ -128,19 +130,19 @@ class Trajectory:
     routed_experts: Annotated[
         ExpertArray | None,
         "(prompt tokens + n - 1, layers with experts, top_k), uint8 or uint16: row i has the experts that the engine "
-        "chose for the token at position i, prompt first; the last token has none, nor have given tokens at the end of "
-        "a session that was broken off. None: `workers.router_replay` is off",
-        Declared(LEFT_OUT, TOKENS, Kind.EXPERTS, is_later=True),
+        "chose for the token at position i, prompt first; the last token has none, nor have environment tokens at the "
+        "end of a session that was broken off. None: `workers.router_replay` is off",
+        Declared(LEFT_OUT, TOKENS, ValueKind.EXPERTS, is_later=True),
     ] = None
     turn_rewards: Annotated[
         Mapping[str, float],
         "rewards of single turns of a session, by the position of the turn's first sampled token, in decimal",
-        Declared(LEFT_OUT, NOWHERE, Kind.NUMBERS, follows=lambda of: {}, is_later=True),
+        Declared(LEFT_OUT, NOWHERE, ValueKind.NUMBERS, follows=lambda of: {}, is_later=True),
     ] = field(default_factory=dict)
     turn_sampling: Annotated[
         Mapping[str, SamplingParams],
         "how turns of a session were sampled that were asked with sampling of their own, by the same positions",
-        Declared(LEFT_OUT, NOWHERE, Kind.SAMPLINGS, follows=lambda of: {}, is_later=True),
+        Declared(LEFT_OUT, NOWHERE, ValueKind.SAMPLINGS, follows=lambda of: {}, is_later=True),
     ] = field(default_factory=dict)
     branch_index: Annotated[
         int,

@@ -22,7 +22,7 @@ from dora.errors import InvalidValue
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """The values of a field, as far as they are written differently."""
 
     PLAIN = "plain"  # a text, a whole number, a time or a flag
@@ -49,7 +49,7 @@ class Packing(StrEnum):
     LEFT_OUT = "left out"  # it follows from other fields; a group in which it does not is not packed
 
 
-class Kept(StrEnum):
+class PersistedIn(StrEnum):
     """The log record (``dora/journal``) from which a restarted service restores a field."""
 
     ADMITTED = "Admitted"
@@ -67,8 +67,8 @@ class Declared:
     """
 
     packing: Packing
-    kept: Kept
-    kind: Kind = Kind.PLAIN
+    persisted: PersistedIn
+    kind: ValueKind = ValueKind.PLAIN
     column: str = ""
     empty: Callable[[], Any] | None = None
     follows: Callable[[Mapping[str, Any]], Any] | None = None
@@ -76,10 +76,10 @@ class Declared:
     is_later: bool = False  # records of earlier releases lack it: it then has its default
 
 
-ARRAYS: Final[Mapping[Kind, npt.DTypeLike]] = {
-    Kind.INT32: np.int32,
-    Kind.FLOAT32: np.float32,
-    Kind.UINT8: np.uint8,
+ARRAYS: Final[Mapping[ValueKind, npt.DTypeLike]] = {
+    ValueKind.INT32: np.int32,
+    ValueKind.FLOAT32: np.float32,
+    ValueKind.UINT8: np.uint8,
 }
 _LISTS: Final = ("stop", "stop_token_ids")  # of sampling: lists in JSON
 
@@ -105,8 +105,8 @@ def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, 
     """Copies ``values`` into a new one-dimensional array. Raises InvalidValue if that is impossible."""
     kinds = "iub" if np.issubdtype(dtype, np.integer) else "iubf"
     try:
-        given = np.asarray(values)
-        if given.size and given.dtype.kind not in kinds:
+        shown = np.asarray(values)
+        if shown.size and shown.dtype.kind not in kinds:
             raise InvalidValue(name, str(values)[:80], f"a sequence of {np.dtype(dtype)}")
         array = np.array(values, dtype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -198,27 +198,27 @@ def _alike(value: Any) -> Any:
 
 
 _ARRAY: Final = Json(lambda array: array.tolist(), _alike)
-JSON: Final[Mapping[Kind, Json]] = {
-    Kind.PLAIN: Json(_alike, _alike),
-    Kind.NUMBER: Json(_finite_or_none, _number),
-    Kind.NUMBERS: Json(
+JSON: Final[Mapping[ValueKind, Json]] = {
+    ValueKind.PLAIN: Json(_alike, _alike),
+    ValueKind.NUMBER: Json(_finite_or_none, _number),
+    ValueKind.NUMBERS: Json(
         lambda numbers: {key: _finite_or_none(value) for key, value in numbers.items()},
         lambda record: {key: _number(value) for key, value in record.items()},
     ),
     **dict.fromkeys(ARRAYS, _ARRAY),
-    Kind.SAMPLING: Json(_sampling_to_json, _sampling_from_json),
-    Kind.SAMPLINGS: Json(
+    ValueKind.SAMPLING: Json(_sampling_to_json, _sampling_from_json),
+    ValueKind.SAMPLINGS: Json(
         lambda samplings: {key: _sampling_to_json(value) for key, value in samplings.items()},
         lambda record: {key: _sampling_from_json(value) for key, value in record.items()},
     ),
-    Kind.SEGMENTS: Json(
+    ValueKind.SEGMENTS: Json(
         lambda segments: [_segment_to_json(segment) for segment in segments],
         lambda records: tuple(_segment_from_json(record) for record in records),
     ),
-    Kind.EVENTS: Json(
+    ValueKind.EVENTS: Json(
         lambda events: [asdict(event) for event in events],
         lambda records: tuple(EnvironmentEvent(**record) for record in records),
     ),
-    Kind.STOP: Json(_alike, _alike),
-    Kind.EXPERTS: Json(_routing_to_json, _routing_from_json),
+    ValueKind.STOP: Json(_alike, _alike),
+    ValueKind.EXPERTS: Json(_routing_to_json, _routing_from_json),
 }

@@ -74,8 +74,8 @@ class RequestSpec:
     penalties, ``max_tokens`` and the seeded random stream continue.
 
     A session of several turns is one request. Its outputs alternate between runs of sampled and of *given* tokens
-    (tool results, user turns); the logprobs of given tokens are 0. The present turn begins after the last given run,
-    and ``sampling`` is its own.
+    (tool results, user turns); the logprobs of environment tokens are 0. The present turn begins after the last given
+    run, and ``sampling`` is its own.
     """
 
     request_id: str
@@ -85,7 +85,7 @@ class RequestSpec:
     output_token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     keeps: bool = False  # at the end of a turn the engine keeps the request, which may then be extended
-    given: tuple[tuple[int, int], ...] = ()  # the given runs among the outputs, in order: (first, one after the last)
+    inputs: tuple[tuple[int, int], ...] = ()  # the input runs among the outputs, in order: (first, one after the last)
     kept: bool = False  # its present turn has ended, and an engine keeps it
     prompt_logprobs: bool = False  # with the first token of the present turn come the logprobs of all before it
 
@@ -97,12 +97,12 @@ class RequestSpec:
     @property
     def turn_begin(self) -> int:
         """The index of the present turn's first sampled token among the outputs."""
-        return self.given[-1][1] if self.given else 0
+        return self.inputs[-1][1] if self.inputs else 0
 
     @property
     def pending(self) -> int:
-        """The number of given tokens at the end, after which nothing was sampled yet."""
-        return pending_of(self.given, len(self.output_token_ids))
+        """The number of environment tokens at the end, after which nothing was sampled yet."""
+        return pending_of(self.inputs, len(self.output_token_ids))
 
     def turn(self) -> "RequestSpec":
         """Returns the present turn as a request, whose prompt is everything before it."""
@@ -112,7 +112,7 @@ class RequestSpec:
             prompt_token_ids=self.prompt_token_ids + self.output_token_ids[:begin],
             output_token_ids=self.output_token_ids[begin:],
             logprobs=self.logprobs[begin:],
-            given=(),
+            inputs=(),
         )
 
     def extended(
@@ -132,24 +132,24 @@ class RequestSpec:
             sampling=sampling,
             output_token_ids=self.output_token_ids[:after] + given_token_ids,
             logprobs=self.logprobs[:after] + (0.0,) * len(given_token_ids),
-            given=tuple(given_after(self.given, after, len(given_token_ids))),
+            inputs=tuple(inputs_after(self.inputs, after, len(given_token_ids))),
             kept=False,
             prompt_logprobs=prompt_logprobs,
         )
 
 
-def given_after(given: Iterable[tuple[int, int]], after: int, tokens: int) -> list[tuple[int, int]]:
-    """Returns the given runs of a response of which the first ``after`` outputs stay, with so many given ones after
+def inputs_after(inputs: Iterable[tuple[int, int]], after: int, tokens: int) -> list[tuple[int, int]]:
+    """Returns the input runs of a response of which the first ``after`` outputs stay, with so many given ones after
     them. Adjacent runs are one.
     """
-    stay = [(first, min(end, after)) for first, end in given if first < after]
+    stay = [(first, min(end, after)) for first, end in inputs if first < after]
     first = stay.pop()[0] if stay and stay[-1][1] == after else after
     return [*stay, (first, after + tokens)]
 
 
-def pending_of(given: tuple[tuple[int, int], ...], outputs: int) -> int:
-    """Returns the number of given tokens at the end of so many outputs."""
-    return outputs - given[-1][0] if given and given[-1][1] == outputs else 0
+def pending_of(inputs: tuple[tuple[int, int], ...], outputs: int) -> int:
+    """Returns the number of environment tokens at the end of so many outputs."""
+    return outputs - inputs[-1][0] if inputs and inputs[-1][1] == outputs else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,10 @@ class RoutingShape:
 
     @property
     def token_bytes(self) -> int:
-        """Returns the bytes of one row."""
         return self.layers * self.top_k * self.id_bytes
 
     @staticmethod
     def rows(prompt_tokens: int, tokens: int) -> int:
-        """Returns the rows of a response that has so many tokens."""
         return prompt_tokens + tokens - 1 if tokens else 0
 
 
@@ -282,7 +280,7 @@ class Segment(NamedTuple):
     version: int
 
 
-GIVEN: Final = "given"  # a kind of event: tokens that an environment gave
+INPUT: Final = "given"  # a kind of event: tokens that an environment gave
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,6 @@ def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
-    """Suggests names for an unknown field: the one meant, in its section or another, and the section's fields."""
     section, name = _section_at(model, path[:-1]), path[-1]
     fields = section.model_fields if section is not None else {}
     if nearest(name, fields, ALIKE):
@@ -94,7 +93,6 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
 
 
 def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
-    """The values that the field at ``path`` accepts."""
     section = _section_at(model, path)
     while section is None and len(path) > 1 and _section_at(model, path[:-1]) is None:
         path = path[:-1]  # an element of a list of plain values: the list is what is described
@@ -118,18 +116,17 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
 
 
 def _number(field: FieldInfo, finite: bool) -> str:
-    """``finite``: the value is finite, so the message need not mention it."""
     whole = kind_of(field) is int
-    given = {name: getattr(each, name) for each in limits_of(field) for name in BOUNDS if hasattr(each, name)}
+    bounds = {name: getattr(each, name) for each in limits_of(field) for name in BOUNDS if hasattr(each, name)}
     if whole:  # any bound of whole numbers can be told as one that may be reached
-        given = {
-            {"gt": "ge", "lt": "le"}.get(name, name): value + REACHED.get(name, 0) for name, value in given.items()
+        bounds = {
+            {"gt": "ge", "lt": "le"}.get(name, name): value + REACHED.get(name, 0) for name, value in bounds.items()
         }
     kind = "a whole number" if whole else "a number" if finite else "a finite number"
-    if given.keys() == {"ge", "le"}:
+    if bounds.keys() == {"ge", "le"}:
         or_words = "".join(f" or {word}" for word in words_of(field))
-        return f"{kind} from {_digits(given['ge'])} to {_digits(given['le'])}{or_words}"
-    said = [f"{words} {_digits(given[name])}" for name, words in BOUNDS.items() if name in given]
+        return f"{kind} from {_digits(bounds['ge'])} to {_digits(bounds['le'])}{or_words}"
+    said = [f"{words} {_digits(bounds[name])}" for name, words in BOUNDS.items() if name in bounds]
     return f"{kind} {' and '.join(said)}" if said else kind
 
 
@@ -204,7 +201,6 @@ def _present(kind: Any) -> Any:
 
 
 def _everywhere(model: type[BaseModel], path: str) -> Iterator[str]:
-    """All fields and sections, each with its dotted path."""
     for name, field in model.model_fields.items():
         yield f"{path}{name}"
         below = section_of(field)

@@ -26,12 +26,10 @@ OTHERS: Final = "others"
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a tensor by its Hugging Face name."""
     return next((kind for part, kind in _KINDS.items() if part in name), OTHERS)
 
 
 def kinds(names: Iterable[str]) -> list[str]:
-    """Returns the kinds of a model's tensors, each once."""
     return sorted({kind_of(name) for name in names})
 
 

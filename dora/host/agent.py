@@ -89,8 +89,8 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
     with host_folder(options.folder) as folder:
         digest = ""
         if options.model:
-            given = await asyncio.to_thread(read_reference, Path(options.model))
-            digest = digest_of(await asyncio.to_thread(model_files, given))
+            reference = await asyncio.to_thread(read_reference, Path(options.model))
+            digest = digest_of(await asyncio.to_thread(model_files, reference))
         agent = _Agent(options, placement, digest, folder, stop, said)
         try:
             return await agent.stay_connected()
@@ -99,7 +99,6 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
 
 
 def _first_join_s(error: DoraError) -> float:
-    """Returns how long a host that has never joined retries after this error."""
     if isinstance(error, ServiceUnavailable):
         return JOIN_S
     return NAME_S if isinstance(error, Conflict) and error.field == "name" else 0.0
@@ -188,7 +187,6 @@ class _Agent(Member):
                 call.cancel()
 
     async def close(self) -> None:
-        """Ends the kept processes, if any."""
         await self._keeping.end()
 
     async def _stayed(
@@ -288,7 +286,6 @@ class _Agent(Member):
 
 
 async def _opened(call: ProvenStream) -> AsyncIterator[pb.HostOrder]:
-    """Yields the service's orders with their secrets opened."""
     async for order in call:
         assert call.session is not None
         yield unsealed(order, call.session.key)

@@ -44,7 +44,6 @@ def capacity_of(folder: Path) -> Capacity:
 
 
 def capacity_to_wire(folder: Path) -> pb.HostCapacity:
-    """Returns the result of ``capacity_of`` as a message."""
     found = capacity_of(folder)
     return pb.HostCapacity(
         cores=found.cores,

@@ -39,7 +39,6 @@ class LaunchContext:
 
 
 def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -> list[str]:
-    """Returns the arguments of the Python process of one worker."""
     options = {
         "--orchestrator": context.address,
         "--worker-id": worker_id,
@@ -68,7 +67,6 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
 
 
 def pool_argv(config: KvConfig, pool_id: str, context: LaunchContext) -> list[str]:
-    """Returns the arguments of the Python process of one pool."""
     options = {
         "--orchestrator": context.address,
         "--pool-id": pool_id,

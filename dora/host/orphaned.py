@@ -22,12 +22,10 @@ class Orphaned:
         self._ending = asyncio.create_task(self._end_after(orphan_timeout_s))
 
     def kept(self) -> pb.KeptHost | None:
-        """Returns the kept host for a service's join; None: nothing is kept."""
         return None if self._runtime is None else self._runtime.kept()
 
     @property
     def model_digest(self) -> str:
-        """Returns the digest of the kept runtime's model; empty if nothing is kept."""
         return "" if self._runtime is None else self._runtime.model_digest
 
     def take(self) -> HostRuntime | None:
@@ -38,7 +36,6 @@ class Orphaned:
         return runtime
 
     async def end(self) -> None:
-        """Ends the kept runtime completely."""
         runtime = self.take()
         if runtime is not None:
             await runtime.close()

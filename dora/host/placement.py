@@ -26,8 +26,6 @@ _FIELD: Final = r"^{}:\s*(.+?)\s*$"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """An NVIDIA GPU."""
-
     model: str
     uuid: str
     pci: str  # 0000:17:00.0
@@ -109,11 +107,11 @@ def visible(found: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -
 
     Raises InvalidValue for an entry that names no GPU.
     """
-    given = environment.get(VISIBLE)
-    if given is None:
+    visible = environment.get(VISIBLE)
+    if visible is None:
         return tuple(found)
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    return tuple(_named(found, name, VISIBLE, given) for name in names)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return tuple(_named(found, name, VISIBLE, visible) for name in names)
 
 
 def placement_of(

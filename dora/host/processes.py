@@ -55,7 +55,6 @@ class _Worker:
         return len(self.died_s)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the process if one runs."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
 
@@ -142,7 +141,6 @@ class Processes:
             self._begun.append(worker)
 
     def open(self) -> None:
-        """Starts the pools."""
         for pool in self._pools.values():
             self._tasks[pool.worker_id] = asyncio.create_task(self._keep(pool), name=pool.worker_id)
 
@@ -302,7 +300,6 @@ class Processes:
         return None
 
     def _last_words(self, worker: _Worker) -> str:
-        """Returns why a worker ended, from its log."""
         return worker.not_started or last_words(self._log_file(worker))
 
     def _exclude(self, worker: _Worker, reason: str) -> None:

@@ -32,7 +32,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, this_host
 from dora.kvtransfer.plane import local_host
 from dora.kvtransfer.transports.segments import sweep
-from dora.relay.orders import Failed, Order, Outcome, Upstream
+from dora.relay.orders import FetchFailed, FetchOrder, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -123,7 +123,6 @@ class HostRuntime:
         return True
 
     def kept(self) -> pb.KeptHost:
-        """Returns what continues, for the next service."""
         assert self._processes is not None
         return pb.KeptHost(epoch=self.epoch, worker_ids=self._processes.workers)
 
@@ -201,7 +200,6 @@ class HostRuntime:
         self._examining = asyncio.create_task(work())
 
     def _launch(self, pool_token: str) -> Processes:
-        """Returns a launcher with the present settings for later starts."""
         pool_id, prefix = pool_id_of(self._context.host), prefix_of(self._context.host)
         self._tokens[pool_id] = pool_token
 
@@ -234,7 +232,6 @@ class HostRuntime:
     # -------------------------------------------------------------------------------------------------------- weights
 
     async def _bring_model(self, digest: str, service: Files) -> None:
-        """Fetches the model's own files, except those already present and sound."""
         folder, whole = self._folder / MODEL, self._folder / DIGEST
         if not whole.is_file() or whole.read_text() != digest:
             whole.unlink(missing_ok=True)
@@ -263,7 +260,6 @@ class HostRuntime:
         return store
 
     def _open_relay(self, welcome: pb.HostWelcome, store: HostStore) -> Relay:
-        """Opens the host's relay, which brings versions into the store and passes them on."""
         context = self._context
         store.bound_bytes = welcome.versions_most * (store.reference.content_bytes + HEADER_BYTES)
         loop = asyncio.get_running_loop()
@@ -285,7 +281,7 @@ class HostRuntime:
         """Reports the outcome of an order to fetch a version, or keeps it for the next service."""
         if self._is_alone:
             return
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, FetchFailed):
             failed = pb.VersionFailed(name=outcome.name, reason=outcome.reason, culprits=outcome.culprits)
             self._send(pb.HostMessage(failed=failed))
             return
@@ -302,6 +298,6 @@ def _settings(text: str) -> tuple[WorkersConfig, KvConfig]:
     return validated_as(WorkersConfig, tree["workers"], "workers"), validated_as(KvConfig, tree["kv"], "kv")
 
 
-def _order(fetch: pb.FetchVersion) -> Order:
+def _order(fetch: pb.FetchVersion) -> FetchOrder:
     upstreams = tuple(Upstream(each.host, each.epoch, each.address) for each in fetch.upstreams)
-    return Order(fetch.name, upstreams, fetch.piece_bytes)
+    return FetchOrder(fetch.name, upstreams, fetch.piece_bytes)

@@ -51,7 +51,6 @@ class Adopted:
                 signal.pidfd_send_signal(self._descriptor, number)
 
     async def wait(self) -> int:
-        """Returns once it has ended."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
@@ -111,7 +110,6 @@ class Survivors:
         return found
 
     def note(self, name: str, pid: int) -> None:
-        """Records the new process of this name."""
         owner = os.getpid()
         try:
             began = began_of(pid)
@@ -145,7 +143,6 @@ class Survivors:
 
 
 def _known(entry: object) -> _Known | None:
-    """The entry, if it is one that ``note`` writes."""
     types = get_type_hints(_Known)
     if not isinstance(entry, dict) or entry.keys() != types.keys():
         return None
@@ -157,7 +154,6 @@ def _known(entry: object) -> _Known | None:
 
 
 def _serves_another(known: _Known) -> bool:
-    """Returns whether the service that recorded the process is running, and is not this one."""
     try:
         is_it = known.owner != os.getpid() and began_of(known.owner) == known.owner_began
         return is_it and _stat(known.owner)[0] not in (b"Z", b"X")

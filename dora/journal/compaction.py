@@ -54,12 +54,12 @@ class Share:
             owned = np.bincount(positions, np.concatenate(self.owned_bytes)).astype(np.int64)
             self.owners, self.owned_bytes = [owners], [owned]
 
-    def live_bytes(self, live: "Live") -> int:
+    def live_bytes(self, live: "LiveOwners") -> int:
         self.gather()
         return int(self.owned_bytes[0][live.has(self.owners[0])].sum()) if self.owners else 0
 
 
-class Live:
+class LiveOwners:
     """The live owners: requests by number, queued prompts by arrival."""
 
     def __init__(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
@@ -83,7 +83,7 @@ class Compaction:
         """``shares``: of the existing segments, by number."""
         self._segment_bytes = segment_bytes
         self._shares = shares or {}
-        self._live = Live([], [], [])
+        self._live = LiveOwners([], [], [])
         self.unasked: set[int] = set()  # owners that are alive, and of which no segment says what was asked for
         self._chosen: int | None = None  # the segment that is to go next
         self._parts: Iterator[list[LogRecord]] | None = None
@@ -92,17 +92,14 @@ class Compaction:
 
     @property
     def works(self) -> bool:
-        """Returns whether there is work."""
         return self._chosen is not None
 
     @property
     def size_bytes(self) -> int:
-        """Returns the bytes of all segments."""
         return sum(share.size_bytes for share in self._shares.values())
 
     @property
     def live_bytes(self) -> int:
-        """Returns the live bytes."""
         return sum(share.live_bytes(self._live) for share in self._shares.values())
 
     @property
@@ -122,13 +119,12 @@ class Compaction:
         self._writing = number
 
     def count(self, record: LogRecord, size_bytes: int) -> None:
-        """Counts a record written to the current segment."""
         count(self._shares[self._writing], record, size_bytes)
         self.unasked -= asked_by(record)
 
     def changed(self, numbers: list[int], sizes: list[int], arrivals: list[int]) -> None:
         """Updates the set of live owners with the result of ``Ledger.live_numbers``."""
-        self._live = Live(numbers, sizes, arrivals)
+        self._live = LiveOwners(numbers, sizes, arrivals)
         alive = {*numbers, *(-arrival for arrival in arrivals)}
         for share in self._shares.values():
             share.asked &= alive
@@ -137,7 +133,6 @@ class Compaction:
             self._choose()
 
     def _choose(self) -> None:
-        """Chooses the next segment to delete, if any."""
         alive = {number: share.live_bytes(self._live) for number, share in self._shares.items()}
         over = self.size_bytes > 2 * sum(alive.values()) + 2 * self._segment_bytes
         staying = {self._writing} | {number for number in self._damaged if alive.get(number)}
@@ -173,7 +168,6 @@ class Compaction:
         self._chosen = self._parts = None
 
     def _moved(self, number: int) -> Iterator[list[LogRecord]]:
-        """Yields a segment's live data in parts. Raises OSError if any of it is unreadable."""
         share = self._shares[number]
         segment = frames.opened(share.path)
         if segment is None:
@@ -205,7 +199,6 @@ class Compaction:
         return OSError(errno.EIO, why)
 
     def _alive(self, record: LogRecord) -> LogRecord | None:
-        """Returns the live part of a record; None if there is none."""
         owners = owners_of(record)
         if owners is None:
             return None
@@ -255,7 +248,6 @@ def owners_of(record: LogRecord) -> tuple[Column, Column] | None:
 
 
 def _prompt_bytes(prompt: list[object]) -> int:
-    """Returns the approximate size of a prompt in the log."""
     return 64 + sum(len(part) for part in prompt if isinstance(part, str | bytes))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dora.data.growth import members_started
 from dora.journal import records
-from dora.journal.compaction import Live
+from dora.journal.compaction import LiveOwners
 from dora.journal.ledger import OPEN, LiveGroup
 from dora.journal.records import Column, Tokens, Verdict
 
@@ -52,7 +52,7 @@ def started(requests: Requests, group: LiveGroup, first: int) -> int:
     return members_started(size, at_once, rewards, late_has_begun)
 
 
-class Kept:
+class LiveContent:
     """The tokens and verdicts that a reader of the log keeps: those live at its position."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Kept:
         self.verdicts: list[Verdict] = []
         self._sifted_bytes = 0
 
-    def add(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict], live: Live) -> None:
+    def add(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict], live: LiveOwners) -> None:
         """Adds the next records of the log. ``live``: the live owners after them."""
         self.tokens += _of_live(tokens, live)
         self.verdicts += _said_of_live(verdicts, live)
@@ -164,7 +164,6 @@ class Content:
 
 
 def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, targets: Column) -> None:
-    """Copies each span's tokens, and the data that comes with them, to its request."""
     begin = 0
     routed: dict[int, list[tuple[int, bytes]]] = {}
     for each in tokens:
@@ -209,7 +208,7 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
     requests.routed = {position: b"".join(rows for _, rows in sorted(parts)) for position, parts in routed.items()}
 
 
-def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
+def _of_live(tokens: Sequence[Tokens], live: LiveOwners) -> list[Tokens]:
     """Copies the live part, which shares no memory with the rest."""
     alive = live.has(_joined([each.numbers for each in tokens], np.int64))
     ends = np.cumsum([len(each.numbers) for each in tokens], dtype=np.int64)[:-1]
@@ -222,7 +221,7 @@ def _of_live(tokens: Sequence[Tokens], live: Live) -> list[Tokens]:
     return kept
 
 
-def _said_of_live(verdicts: Sequence[Verdict], live: Live) -> list[Verdict]:
+def _said_of_live(verdicts: Sequence[Verdict], live: LiveOwners) -> list[Verdict]:
     alive = live.has(np.array([each.number for each in verdicts], np.int64)).tolist()
     return [each for each, is_alive in zip(verdicts, alive, strict=True) if is_alive]
 

@@ -21,9 +21,9 @@ from typing import Final
 
 from dora.errors import InvalidValue
 from dora.journal import frames, records
-from dora.journal.compaction import Compaction, Live, Share, count
-from dora.journal.content import Content, Kept, Requests
-from dora.journal.frames import Hole, Segment
+from dora.journal.compaction import Compaction, LiveOwners, Share, count
+from dora.journal.content import Content, LiveContent, Requests
+from dora.journal.frames import Hole, LogSegment
 from dora.journal.ledger import LEDGER_VERSION, Ledger, LiveGroup, disk_fault
 from dora.journal.log import DEFAULT_SIZES, LOG_FOLDER, Sizes
 from dora.journal.records import LogRecord
@@ -55,7 +55,7 @@ class Found:
 class _Read:
     """The live data of the segments that the ledger does not have."""
 
-    kept: Kept = field(default_factory=Kept)
+    kept: LiveContent = field(default_factory=LiveContent)
     shares: dict[int, Share] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)  # of segments by number, as later segments record them
     end: int = 0
@@ -122,7 +122,7 @@ def _found(folder: Path, sizes: Sizes, ledger_file: Path, *, repairs: bool) -> F
     return Found(ledger, live, requests, compaction, number, ledger.values["position"], said)
 
 
-def _segments(folder: Path, said: list[str], repairs: bool) -> list[Segment]:
+def _segments(folder: Path, said: list[str], repairs: bool) -> list[LogSegment]:
     """Returns the segments by number. A last segment without a record is left out."""
     found = []
     paths = sorted(folder.glob(f"[0-9]*{frames.SUFFIX}"))
@@ -136,13 +136,13 @@ def _segments(folder: Path, said: list[str], repairs: bool) -> list[Segment]:
                 path.unlink()
         else:
             said.append(f"{path}: its header is damaged, and nothing of it can be read")
-            found.append(Segment(path, int(path.stem), -1, -1, path.stat().st_size))
+            found.append(LogSegment(path, int(path.stem), -1, -1, path.stat().st_size))
     return found
 
 
 def _has_records(path: Path) -> bool:
     """Returns whether a segment with a damaged header has a whole record, so that it had been written."""
-    return next(frames.records(Segment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
+    return next(frames.records(LogSegment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
 
 
 def _ledger(path: Path, named: Path, said: list[str]) -> Ledger:
@@ -173,7 +173,7 @@ def _ledger(path: Path, named: Path, said: list[str]) -> Ledger:
     return Ledger(path)
 
 
-def _read(segments: list[Segment], ledger: Ledger, said: list[str], repairs: bool) -> _Read:
+def _read(segments: list[LogSegment], ledger: Ledger, said: list[str], repairs: bool) -> _Read:
     """Reads the segments and updates the ledger from them. Works segment by segment, so only live data is held."""
     known = ledger.values["position"]
     read = _Read()
@@ -207,7 +207,7 @@ def _read(segments: list[Segment], ledger: Ledger, said: list[str], repairs: boo
     return read
 
 
-def _end_of(segments: list[Segment], index: int) -> int | None:
+def _end_of(segments: list[LogSegment], index: int) -> int | None:
     """Returns the end of the last segment, as the one before it records; None: unknown.
 
     A complete ledger has the same end. A ledger may be ahead if the log lost data earlier.
@@ -227,9 +227,13 @@ def _look_for_its_end(share: Share, end: int, said: list[str]) -> None:
 
 
 def _take(
-    read: _Read, share: Share, segment: Segment, raw_records: list[tuple[int, memoryview]], ledger: Ledger, known: int
+    read: _Read,
+    share: Share,
+    segment: LogSegment,
+    raw_records: list[tuple[int, memoryview]],
+    ledger: Ledger,
+    known: int,
 ) -> None:
-    """Collects all records of a segment."""
     tokens: list[records.Tokens] = []
     verdicts: list[records.Verdict] = []
     following: list[LogRecord] = []
@@ -255,15 +259,15 @@ def _take(
     if following:
         ledger.apply(following, segment.end)
     share.gather()
-    read.kept.add(tokens, verdicts, Live(*ledger.live_numbers()))
+    read.kept.add(tokens, verdicts, LiveOwners(*ledger.live_numbers()))
 
 
-def _torn_at(segment: Segment) -> int | None:
+def _torn_at(segment: LogSegment) -> int | None:
     """Returns the offset from which the last write of the last segment is incomplete; None if it is complete."""
     return next((hole.offset for hole in segment.holes if hole.offset >= segment.last_write), None)
 
 
-def _cut(segment: Segment, offset: int, repairs: bool) -> None:
+def _cut(segment: LogSegment, offset: int, repairs: bool) -> None:
     segment.size_bytes = offset
     if not repairs:
         return
@@ -275,7 +279,7 @@ def _cut(segment: Segment, offset: int, repairs: bool) -> None:
         os.close(descriptor)
 
 
-def _damaged(segment: Segment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:
+def _damaged(segment: LogSegment, hole: Hole, known: int, is_followed: bool, said: list[str]) -> None:
     """Handles bytes on disk that differ from what was written. The next segment starts with the state there."""
     said.append(f"{hole}, are damaged")
     if segment.position(hole.offset + hole.size_bytes) > known and not is_followed:

@@ -48,7 +48,7 @@ class Hole:
 
 
 @dataclass(slots=True)
-class Segment:
+class LogSegment:
     """A segment as it was read. ``base``: the position of its first record."""
 
     path: Path
@@ -65,7 +65,6 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """The position behind its last byte."""
         return self.position(max(self.size_bytes, HEADER_BYTES))
 
 
@@ -74,18 +73,16 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def header(number: int, base: int) -> bytes:
-    """Returns the header of a new segment."""
     body = _HEADER.pack(_MAGIC, SCHEMA_VERSION, 0, number, base)
     return body + _HEADER_SUM.pack(crc32(body))
 
 
 def framed(body: bytes, since_write: int) -> bytes:
-    """Returns the header of a record."""
     head = _HEAD.pack(_MARK, len(body), since_write, crc32(body))
     return head + _HEAD_SUM.pack(crc32(head))
 
 
-def opened(path: Path) -> Segment | None:
+def opened(path: Path) -> LogSegment | None:
     """Opens a segment by its header; None if the header is damaged.
 
     Raises InvalidValue for a file that is not a segment or was written by a newer DORA; OSError.
@@ -100,10 +97,10 @@ def opened(path: Path) -> Segment | None:
         raise InvalidValue("log", str(path), "a segment, as service.state keeps them")
     if schema > SCHEMA_VERSION:
         raise InvalidValue(f"{path}: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
-    return Segment(path, number, base, schema, size_bytes)
+    return LogSegment(path, number, base, schema, size_bytes)
 
 
-def records(segment: Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
     """Yields offset and body of each whole record in order; ``segment.holes`` has the gaps.
 
     ``end``: the position of the next segment; bytes behind it belong to an abandoned write.
@@ -143,7 +140,6 @@ def _record_at(view: memoryview, offset: int, size: int) -> tuple[int, int] | No
 
 
 def _next_record(content: bytes, view: memoryview, offset: int, size: int) -> int:
-    """Returns the offset of the next whole record, or the end."""
     while (offset := content.find(_MARK, offset, size)) >= 0:
         if _record_at(view, offset, size) is not None:
             return offset

@@ -213,7 +213,6 @@ class Ledger:
         )
 
     def _pass(self, position: int) -> None:
-        """Marks the source's prompt at this position as drawn."""
         if position >= self.values["place"]:
             self._positions.add(position)
             while self.values["place"] in self._positions:
@@ -408,7 +407,6 @@ class Ledger:
         return found
 
     def groups(self) -> list[LiveGroup]:
-        """Returns the live groups by number."""
         found = []
         read = self._database.execute("SELECT number, step, taken, fact FROM groups ORDER BY number")
         for number, step, taken, body in read:
@@ -433,7 +431,6 @@ class Ledger:
         return found
 
     def queued(self) -> list[tuple[int, Prompt]]:
-        """Returns the queued prompts with their arrivals."""
         rows = self._database.execute("SELECT arrival, prompt FROM queued ORDER BY arrival")
         return [(arrival, records.prompt_of(_unpacked(prompt))) for arrival, prompt in rows]
 
@@ -454,11 +451,9 @@ class Ledger:
         return dict(self._database.execute("SELECT step, at FROM commits").fetchall())
 
     def dropped(self) -> list[str]:
-        """Returns the record lines of the latest cancelled groups."""
         return [line for (line,) in self._database.execute("SELECT line FROM dropped ORDER BY number")]
 
     def cancelled(self) -> list[str]:
-        """Returns the names of the latest cancelled groups, in order."""
         return [name for (name,) in self._database.execute("SELECT name FROM cancelled ORDER BY rowid")]
 
 

@@ -153,7 +153,6 @@ class Log:
         await waiter
 
     def try_again(self) -> None:
-        """Retries a failed write at once."""
         with self._changed:
             self._again = True
             self._changed.notify()
@@ -327,7 +326,6 @@ class Log:
         return None
 
     def _apply(self) -> None:
-        """Raises OSError if the ledger cannot be written."""
         self._applied_s = -math.inf  # after a failure the next attempt is due at once
         try:
             self._ledger.apply(self._logged, self._position)
@@ -367,7 +365,6 @@ class Log:
         return [*self._ledger.asked(numbers), *others] or moved
 
     def _begin_segment(self) -> None:
-        """Starts a new segment with the present state as its first record. Raises OSError."""
         if self._logged:
             self._apply()
         self._close_file()

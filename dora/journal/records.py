@@ -157,7 +157,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step was trained, so its groups are removed. ``learnt``: forecasts of the core that no count implies."""
+    """A step was trained, so its groups are removed. ``learned``: forecasts of the core that no count implies."""
 
     step: int
     digest: bytes
@@ -323,7 +323,6 @@ def kind_of(body: bytes | memoryview) -> type | None:
 
 
 def prompt_values(prompt: Prompt) -> list[Any]:
-    """Returns a prompt as a record holds it."""
     sampling = {name: list(value) if isinstance(value, tuple) else value for name, value in prompt.sampling.items()}
     token_ids = np.array(prompt.token_ids, "<i8").tobytes()
     named = (prompt.prompt_id, prompt.task_id, token_ids, prompt.text, prompt.group_size, sampling)
@@ -370,8 +369,6 @@ def only(tokens: Tokens, chosen: Column) -> Tokens:
 
 
 def joined(parts: list[Tokens]) -> Tokens:
-    """Joins one or more."""
-
     def filled(part: Tokens, name: str, value: float) -> Column:
         column: Column = getattr(part, name)
         return column if len(column) else np.full(len(part.numbers), value, _DTYPES[name])

@@ -16,7 +16,7 @@ from dora.system.files import link_or_copy, sync_folder
 REPLACED_SUFFIX: Final = ".replaced"  # suffix of a version that is being replaced
 
 
-class KeptVersions:
+class PersistedVersions:
     """Synchronous. Raises OSError if something cannot be written, and leaves nothing incomplete."""
 
     def __init__(self, folder: Path, *, repairs: bool = True) -> None:
@@ -67,7 +67,6 @@ class KeptVersions:
                 shutil.rmtree(entry)
 
     def lacking(self, versions: Iterable[int]) -> list[int]:
-        """Returns the versions that are not kept."""
         return [version for version in versions if not self._kept(version).is_dir()]
 
     def damaged(self, versions: Iterable[int], store: Path, is_sound: Callable[[Path], bool]) -> list[int]:

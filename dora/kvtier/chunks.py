@@ -52,7 +52,6 @@ class ChunkShape:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one chunk."""
         return self.chunk_tokens // self.block_tokens
 
     @property
@@ -96,7 +95,7 @@ def _within(pieces: Sequence[np.ndarray], first: int, end: int) -> Iterator[np.n
         at += len(piece)
 
 
-class Chain:
+class ChunkChain:
     """The digests of a prefix's chunks: each covers its tokens, all before it, the engine's KV and the version."""
 
     def __init__(self, shape: ChunkShape, version: int) -> None:
@@ -120,5 +119,4 @@ def seal(chunk: np.ndarray, digest: bytes) -> None:
 
 
 def is_sealed(chunk: np.ndarray, digest: bytes) -> bool:
-    """Whether this is the chunk with that digest, complete."""
     return bytes(chunk[-SEAL_BYTES:]) == digest + xxh3_128_digest(chunk[:-SEAL_BYTES].data)

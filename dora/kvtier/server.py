@@ -68,7 +68,6 @@ def main() -> None:
 
 
 def socket_of(run_folder: Path) -> Path:
-    """The socket of this service's server."""
     return run_folder / "kv-tier.sock"
 
 

@@ -23,8 +23,8 @@ import numpy as np
 from dora.data.types import TierLoad
 from dora.errors import TransferFailed
 from dora.kvtier.chunks import ChunkShape, is_sealed, salt_of, seal
-from dora.kvtier.wire import Connection, key_of, registration
-from dora.kvtransfer.memory import Pool
+from dora.kvtier.wire import TierConnection, key_of, registration
+from dora.kvtransfer.memory import BufferPool
 
 log = logging.getLogger("dora.worker")
 
@@ -75,9 +75,9 @@ class Tier:
     def __init__(self, endpoint: str, shape: ChunkShape, memory_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
         self._shape = shape
         self._timeout_s = timeout_s
-        self._connection = Connection(endpoint, timeout_s)
+        self._connection = TierConnection(endpoint, timeout_s)
         self.instance = secrets.randbits(53)
-        self._outgoing, self._incoming = Pool(memory_bytes), Pool(memory_bytes)
+        self._outgoing, self._incoming = BufferPool(memory_bytes), BufferPool(memory_bytes)
         self._segment: np.ndarray | None = None
         self._segment_id = 0
         self._searches: deque[Search] = deque()
@@ -253,7 +253,6 @@ class Tier:
             self._fetch(search, held, room.reshape(held - search.first, self._shape.sealed_bytes))
 
     def _fetch(self, search: Search, held: int, chunks: np.ndarray) -> None:
-        """Copies chunks that the server holds for this search, then checks the copies."""
         passage = search.passage
         key = self._key(passage, search.first, held)
         answer = self._connection.call("prepare_retrieve", key, self.instance)
@@ -305,7 +304,6 @@ class Tier:
         return f"{self.instance:x}-{name}"
 
     def _slot(self, slot: Any) -> np.ndarray:
-        """The memory of a chunk in the server's segment."""
         offset, length = _field(slot, "offset", int), _field(slot, "length", int)
         assert self._segment is not None
         if length != self._shape.sealed_bytes or not 0 <= offset <= len(self._segment) - length:

@@ -29,7 +29,7 @@ _OPERATIONS: Final = {
 }
 
 
-class Connection:
+class TierConnection:
     """A connection to a server that may not be running. For one thread."""
 
     def __init__(self, endpoint: str, timeout_s: float) -> None:
@@ -66,7 +66,6 @@ class Connection:
             raise
 
     def reset(self) -> None:
-        """Drops all messages in transit, in both directions."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -94,7 +94,6 @@ class Arrival:
         return Seal(self.checksum, self.chunk_bytes, tuple(self.sums))
 
     def rounds(self) -> "list[Arrival]":
-        """This round and all earlier ones, in order."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)

@@ -12,7 +12,7 @@ MEASURED_LEAST_BYTES: Final = 1 << 20
 SMOOTHING: Final = 0.3  # weight of the newest measurement
 
 
-class Choice:
+class TransportChoice:
     """One thread sends and chooses; the thread that receives replies may call ``suspect`` and ``measure`` meanwhile."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -42,7 +42,6 @@ class Choice:
             self._usable.remove(name)
 
     def leave(self, name: str, reason: str) -> None:
-        """Abandons a transport that has failed between these two workers."""
         self.rule_out(name)
         self._news.append(f"{name}: {reason}")
 

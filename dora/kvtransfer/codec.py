@@ -228,7 +228,6 @@ def _snapshot(
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:
-    """The number of blocks of each layer in each round."""
     if not 0 < len(rounds) <= ROUNDS_MAX or min(rounds) < 1:
         raise SnapshotRefused(f"rounds = {rounds[:8]}: it must have 1 to {ROUNDS_MAX}, each of a block", "head.rounds")
     return [
@@ -237,12 +236,10 @@ def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[lis
 
 
 def _bytes_of(layout: KvLayout, counts: Sequence[int]) -> int:
-    """The size of one round."""
     return sum(count * size for count, (_, size) in zip(counts, layout.layers, strict=True))
 
 
 def _ahead(layout: KvLayout, counts: Sequence[Sequence[int]], ahead_bytes: int) -> int:
-    """The number of first rounds that make up ``ahead_bytes``."""
     first = 0
     while ahead_bytes > 0 and first < len(counts):
         ahead_bytes -= _bytes_of(layout, counts[first])

@@ -94,7 +94,6 @@ class Copying:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether rounds are being sent while the request decodes."""
         return self.tokens < 0 and (self.current is not None or bool(self.arrived))
 
     @property
@@ -160,7 +159,6 @@ class Copying:
         return self.rounds.close(None if self._is_cancelled else error) or error
 
     def end(self, error: DoraError | None) -> None:
-        """Reports how the copy ended, once."""
         if self._over.acquire(blocking=False) and self._reply is not None:
             self._reply.ends(self, error)
 

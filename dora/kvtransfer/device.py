@@ -77,8 +77,6 @@ class OnDevice:
 
 
 class Whole:
-    """A region of one tensor."""
-
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
 
@@ -97,7 +95,6 @@ class Whole:
 
 
 def whole(tensor: Any) -> OnDevice:
-    """Returns all bytes of a uint8 tensor."""
     return OnDevice(Whole(tensor), 0, (len(tensor),))
 
 
@@ -122,7 +119,6 @@ Part = memoryview | OnDevice
 
 
 def is_on_device(parts: Iterable[Any]) -> bool:
-    """Whether all parts are in a device's memory."""
     return all(isinstance(part, OnDevice) for part in parts)
 
 

@@ -17,7 +17,7 @@ from dora.errors import MISSING, Conflict, DoraError, SnapshotRefused, TransferF
 from dora.kvtransfer.arrivals import Ahead
 from dora.kvtransfer.copying import Copying, CopyReply, Rounds
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.plane import Arrived, DataPlane
+from dora.kvtransfer.plane import ArrivedSnapshot, DataPlane
 
 
 class ReserveOrder(Protocol):
@@ -32,24 +32,22 @@ class ReserveOrder(Protocol):
     needs_slot: bool
 
 
-class Room(NamedTuple):
-    """The room that a store reserves for an incoming request."""
-
+class SnapshotRoom(NamedTuple):
     most_bytes: int  # limit of its snapshot
     ahead: Ahead | None = None
     granted: "Future[None] | None" = None  # completes once there is room; None: there is room now
 
 
-class KvStore(Protocol):
+class RequestStore(Protocol):
     """Requests with their KV. Used by one thread, except for the objects that it returns."""
 
-    def reserve(self, order: ReserveOrder) -> Room:
+    def reserve(self, order: ReserveOrder) -> SnapshotRoom:
         """Raises Conflict or SnapshotRefused if there is no room."""
 
     def release(self, request_id: str) -> None:
         """Undoes ``reserve``. Unknown ids are ignored."""
 
-    def accept(self, arrived: Arrived, row: int) -> None:
+    def accept(self, arrived: ArrivedSnapshot, row: int) -> None:
         """Accepts an arrived request into its reservation. ``row``: its row in the service's request table.
 
         Raises as ``RolloutEngine.take_in``.
@@ -68,7 +66,7 @@ class KvStore(Protocol):
 class Endpoint:
     """Called by one thread. ``plane``: None if no request can arrive or leave with its KV."""
 
-    def __init__(self, store: KvStore, plane: DataPlane | None) -> None:
+    def __init__(self, store: RequestStore, plane: DataPlane | None) -> None:
         self._store = store
         self._plane = plane
         self._reserved: set[str] = set()
@@ -163,5 +161,4 @@ class Endpoint:
         self._plane = None
 
     def come_back(self, plane: DataPlane | None) -> None:
-        """Reconnects to a service."""
         self._plane = plane

@@ -20,7 +20,7 @@ from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.snapshot import Prefix
 from dora.kvtransfer.transports.transport import CHUNK_MAX, NoRoom, Receiver, Sum, summed
-from dora.kvtransfer.wire import Frame, Gone, Kind, Stream
+from dora.kvtransfer.wire import ConnectionClosed, Frame, Kind, Stream
 
 log = logging.getLogger("dora.worker")
 
@@ -64,7 +64,7 @@ class Incoming:
             connection.run(stopping, self._timeout_s)
         except TransferFailed as error:
             voided = connection.under_way()
-            if not stopping.is_set() and (voided or not isinstance(error, Gone)):
+            if not stopping.is_set() and (voided or not isinstance(error, ConnectionClosed)):
                 # Logged as text: a stored log record would otherwise reference the error's frames, and so memory of KV.
                 log.warning("kv: from %s: %s; voided %d incoming snapshots", peer.worker_id, str(error), voided)
         finally:
@@ -157,12 +157,12 @@ class _Connection:
             if name in self._receivers:
                 self._receivers.pop(name).close()
             self._receivers[name] = receiver = make(self._peer, self._stream)
-            given = receiver.attach(frame.head)
+            answer = receiver.attach(frame.head)
         except (SnapshotRefused, TransferFailed) as error:
             self._stream.send(Kind.REFUSED, {"reason": str(error)})
             return
         kind = "" if self._device is None else self._device.kind
-        self._stream.send(Kind.ATTACHED, {**given, "device": kind if kind in receiver.devices else ""})
+        self._stream.send(Kind.ATTACHED, {**answer, "device": kind if kind in receiver.devices else ""})
 
     def _open(self, frame: Frame) -> None:
         head = frame.head
@@ -237,7 +237,6 @@ class _Connection:
         self._check_pending(0 if isinstance(found, bytes) else PENDING_MAX)
 
     def _skip(self, receiver: Receiver, frame: Frame) -> None:
-        """Skips a chunk of a void snapshot."""
         with contextlib.suppress(SnapshotRefused):
             receiver.skip(self._stream, frame)
 

@@ -45,7 +45,6 @@ class Listener:
         self._listening.start()
 
     def close(self) -> None:
-        """May be repeated."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -88,13 +88,13 @@ def outputs_of(request: RequestSpec, first: int) -> dict[str, bytes]:
 
 
 def turns_of(request: RequestSpec) -> dict[str, Any]:
-    return {"given": np.asarray(request.given, "<i4").tobytes(), "kept": request.kept}
+    return {"given": np.asarray(request.inputs, "<i4").tobytes(), "kept": request.kept}
 
 
 def read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    given = _array(manifest, "given", "<i4")
-    _require(len(given) % 2 == 0, "head.given", given)
-    return {"given": tuple(zip(given[::2], given[1::2], strict=True)), "kept": manifest["kept"]}
+    inputs = _array(manifest, "given", "<i4")
+    _require(len(inputs) % 2 == 0, "head.given", inputs)
+    return {"given": tuple(zip(inputs[::2], inputs[1::2], strict=True)), "kept": manifest["kept"]}
 
 
 def read_sampling(manifest: Mapping[str, Any]) -> SamplingParams:
@@ -113,7 +113,6 @@ def _array(manifest: Mapping[str, Any], name: str, dtype: str) -> tuple[Any, ...
 
 
 def opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
-    """Returns the layout, the request and the prefix of an opening."""
     layout_fields = dict(manifest["layout"])
     layout_fields["layers"] = tuple((name, block_bytes) for name, block_bytes in layout_fields["layers"])
     layout_fields["windows"] = tuple(layout_fields["windows"])

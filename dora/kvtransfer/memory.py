@@ -17,8 +17,6 @@ WASTE_MAX: Final = 4  # a buffer is not used for a size smaller than its capacit
 
 
 class Memory(Protocol):
-    """Memory for received bytes."""
-
     def array(self, size_bytes: int) -> np.ndarray | None:
         """An array of this size; None if too much is in use. Raises SnapshotRefused if none can be allocated."""
 
@@ -32,7 +30,6 @@ class Sized(ABC):
     capacity_bytes: int
 
     def destroy(self) -> None:
-        """Returns its memory to the system."""
         return  # plain memory is freed with its object
 
 
@@ -57,24 +54,23 @@ class Shelf(Generic[Item], ABC):
 
     def take(self, size_bytes: int) -> Item | None:
         """An item of at least this capacity; None if too much is in use."""
-        wanted = max(STEP_BYTES, -(-size_bytes // STEP_BYTES) * STEP_BYTES)
+        rounded_bytes = max(STEP_BYTES, -(-size_bytes // STEP_BYTES) * STEP_BYTES)
         with self._lock:
             self._free.extend(self._returned())
-            fitting = [item for item in self._free if wanted <= item.capacity_bytes <= WASTE_MAX * wanted]
+            fitting = [item for item in self._free if rounded_bytes <= item.capacity_bytes <= WASTE_MAX * rounded_bytes]
             if fitting:
                 chosen = min(fitting, key=lambda item: item.capacity_bytes)
                 self._free.remove(chosen)
                 return chosen
-            while self._free and self._held_bytes + wanted > self._most_bytes:
+            while self._free and self._held_bytes + rounded_bytes > self._most_bytes:
                 self._forget(self._free.pop(0))
-            if self._held_bytes + wanted > self._most_bytes:
+            if self._held_bytes + rounded_bytes > self._most_bytes:
                 return None
-            made = self._make(wanted)
+            made = self._make(rounded_bytes)
             self._held_bytes += made.capacity_bytes
             return made
 
     def lent_bytes(self) -> int:
-        """Bytes of items in use now."""
         with self._lock:
             self._free.extend(self._returned())
             return self._held_bytes - sum(item.capacity_bytes for item in self._free)
@@ -101,7 +97,7 @@ def _private(size_bytes: int) -> np.ndarray:
     return np.empty(size_bytes, np.uint8)
 
 
-class Pool(Shelf[_Buffer]):
+class BufferPool(Shelf[_Buffer]):
     """Host memory for received bytes. An array returns to the pool when it and all its views are gone."""
 
     def __init__(self, most_bytes: int, allocate: Callable[[int], np.ndarray] = _private) -> None:

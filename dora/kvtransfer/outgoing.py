@@ -1,7 +1,7 @@
 """The sending side of a pair of workers: sends all snapshots to one worker, one at a time, on one stream.
 
-One thread connects and sends each snapshot by the transport that ``Choice`` selects; a second one receives replies. If
-a transport fails, the next one is used; the pair itself fails only with its stream.
+One thread connects and sends each snapshot by the transport that ``TransportChoice`` selects; a second one receives
+replies. If a transport fails, the next one is used; the pair itself fails only with its stream.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from dora.errors import TransferFailed
 from dora.kvtransfer.arrivals import PROBE, PROBE_BYTES
 from dora.kvtransfer.checksum import Checksum, Digest, Seal, digest_with
-from dora.kvtransfer.choice import Choice
+from dora.kvtransfer.choice import TransportChoice
 from dora.kvtransfer.device import DeviceMemory, Part
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.replies import Answer, Replies
@@ -60,7 +60,7 @@ class Pair:
         self._peer = peer
         self._secret = secret
         self._make = senders
-        self._choice = Choice(name for name in senders if name in peer.transports)
+        self._choice = TransportChoice(name for name in senders if name in peer.transports)
         self._throttle = throttle
         self._timeout_s = timeout_s
         self._idle_s = idle_s
@@ -194,7 +194,6 @@ class Pair:
             return True
 
     def _bring(self, transfer: Transfer) -> None:
-        """Sends one snapshot by the best working transport."""
         tried: set[str] = set()
         if transfer.cancelled.is_set():
             transfer.fail("it was cancelled")
@@ -228,7 +227,6 @@ class Pair:
                     self._choice.pass_over(name, str(error))
 
     def _leave(self, name: str, reason: str) -> None:
-        """Abandons a transport that does not work between these two workers."""
         self._choice.leave(name, reason)
         self._straight.discard(name)
         log.warning("kv: %s to %s fails: %s", name, self._peer.worker_id, reason)
@@ -354,7 +352,6 @@ class Pair:
             raise
 
     def _ask(self, kind: Kind, head: dict[str, Any], expected: Kind) -> Answer:
-        """Sends a question and waits for the answer, which is of the kind ``expected`` or a refusal."""
         self._replies.ask(expected, str(head.get("key", "")))
         self._say(kind, head)
         try:
@@ -413,6 +410,5 @@ class _Full(_NotThisWay):
 
 
 def _refusal(answer: dict[str, Any]) -> Exception:
-    """Converts a target's refusal of a body to an exception."""
     kind = _Full if answer.get("full") else _NotThisWay if answer.get("transport") else _Void
     return kind(str(answer.get("reason")))

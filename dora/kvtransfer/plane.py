@@ -27,7 +27,7 @@ from dora.kvtransfer.codec import Opening, head_of, round_of, snapshot_of
 from dora.kvtransfer.device import DeviceMemory, Part
 from dora.kvtransfer.incoming import Incoming, MakeReceiver
 from dora.kvtransfer.listener import Listener
-from dora.kvtransfer.memory import Memory, Pool
+from dora.kvtransfer.memory import BufferPool, Memory
 from dora.kvtransfer.outgoing import MakeSender, Pair
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, Peer
 from dora.kvtransfer.snapshot import NO_PREFIX, KvSnapshot, Prefix
@@ -61,7 +61,7 @@ class PlaneSettings:
     tls: Contexts | None = None  # of this process; None: in the clear
 
 
-class Arrived(NamedTuple):
+class ArrivedSnapshot(NamedTuple):
     """An arrived snapshot, with its raw head and rounds."""
 
     snapshot: KvSnapshot
@@ -74,12 +74,12 @@ def local_host(address: str) -> str:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # sends nothing: the kernel only looks up the route
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing: the kernel only looks up the route
         try:
-            asked.connect((host, int(port)))
+            probe.connect((host, int(port)))
         except (OSError, ValueError) as error:
             raise InvalidValue("address", address, f"host:port of a host that can be reached ({error})") from error
-        return str(asked.getsockname()[0])
+        return str(probe.getsockname()[0])
 
 
 class DataPlane:
@@ -110,7 +110,7 @@ class DataPlane:
         elif arena_bytes:
             arena = Arena(settings.folder, str(own.epoch), arena_bytes)
         self.arena = arena
-        self._memory: Memory = self.arena or Pool(settings.memory_bytes)
+        self._memory: Memory = self.arena or BufferPool(settings.memory_bytes)
         self._helpers = ThreadPoolExecutor(HELPERS, "kv-sum")  # compute checksums while bytes are sent and received
         self._throttle = Throttle(settings.bandwidth_bytes_per_s)
         self._pairs: dict[tuple[str, int], Pair] = {}
@@ -171,14 +171,14 @@ class DataPlane:
         """
         return self.take_all(key).snapshot
 
-    def take_all(self, key: str) -> Arrived:
+    def take_all(self, key: str) -> ArrivedSnapshot:
         """The same with its head and rounds, for a process that sends them on. Raises as ``take``."""
         head, rounds = self._arrivals.take(key)
         bodies = [each.body for each in rounds if not each.ahead_bytes]
         opening = rounds[0].opening
         known = opening if isinstance(opening, Opening) else None
         ahead_bytes = sum(each.ahead_bytes for each in rounds)
-        return Arrived(snapshot_of(head, *bodies, ahead_bytes=ahead_bytes, opening=known), head, rounds)
+        return ArrivedSnapshot(snapshot_of(head, *bodies, ahead_bytes=ahead_bytes, opening=known), head, rounds)
 
     def take_rounds(self, key: str) -> tuple[bytes, Sequence[Arrival]]:
         """Returns the head and the rounds of an arrived snapshot, without joining them. Raises NotFound."""
@@ -199,7 +199,6 @@ class DataPlane:
         return self._segments.lent_bytes(), self._memory.lent_bytes() + on_device
 
     def measured(self) -> dict[str, dict[str, float]]:
-        """Bytes per second of each used transport, by worker."""
         with self._lock:
             return {worker_id: pair.measured() for (worker_id, _), pair in self._pairs.items()}
 
@@ -210,7 +209,6 @@ class DataPlane:
         return arena
 
     def close(self) -> None:
-        """Aborts transfers and frees everything."""
         with self._lock:
             pairs, self._pairs = list(self._pairs.values()), {}
         for pair in pairs:

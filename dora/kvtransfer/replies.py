@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora.errors import TransferFailed
-from dora.kvtransfer.choice import Choice
+from dora.kvtransfer.choice import TransportChoice
 from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.wire import Frame, Kind
 
@@ -34,14 +34,17 @@ class Replies:
     """One thread receives, another one sends. A transport that is refused is marked as suspect in ``choice``."""
 
     def __init__(
-        self, choice: Choice, send_again: Callable[[Transfer], None], lock: AbstractContextManager[object] | None = None
+        self,
+        choice: TransportChoice,
+        send_again: Callable[[Transfer], None],
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         """``send_again``: sends a snapshot again after its transport failed; called with ``lock`` held."""
         self._choice = choice
         self._send_again = send_again
         self._lock = lock or threading.RLock()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._asked: tuple[Kind, str] | None = None  # kind and key of the expected answer
+        self._expected: tuple[Kind, str] | None = None  # kind and key of the expected answer
         self._due: dict[str, _Due] = {}  # by key
         self._sending = ""  # key of the snapshot being sent, from the target's consent to the commit
         self._sending_by = ""  # and its transport
@@ -73,7 +76,7 @@ class Replies:
     def ask(self, kind: Kind, key: str) -> None:
         """Notes a question whose answer has this kind and key, or is a refusal."""
         with self._lock:
-            self._asked = kind, key
+            self._expected = kind, key
 
     def wait(self, timeout_s: float) -> Answer:
         """The answer. Raises queue.Empty after the timeout."""
@@ -84,7 +87,6 @@ class Replies:
             return bool(self._due)
 
     def are_overdue(self, timeout_s: float) -> bool:
-        """Whether the result of a snapshot is overdue."""
         with self._lock:
             return any(time.monotonic() - each.committed_s > timeout_s for each in self._due.values())
 
@@ -107,8 +109,8 @@ class Replies:
                     self._refused = reason
                 return
             if due is None:
-                asked, self._asked = self._asked, None
-                if asked is None or frame.kind not in (asked[0], Kind.REFUSED) or key != asked[1]:
+                expected, self._expected = self._expected, None
+                if expected is None or frame.kind not in (expected[0], Kind.REFUSED) or key != expected[1]:
                     said = f"it sent {frame.kind.name} for {key!r} without being asked"
                     raise TransferFailed(said, "frame", frame.kind.name)
                 self._answers.put((frame.kind, frame.head))

@@ -101,7 +101,6 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
 
 
 def _wholes(layout: KvLayout) -> dict[str, _Whole]:
-    """The layers, with equal shards."""
     count = len(layout.layers)
     if not 1 <= layout.shards <= SHARDS_MAX or {len(layout.windows), len(layout.interiors)} - {0, count}:
         said = f"layout.shards = {layout.shards}: layout.interiors has {len(layout.interiors)} layers"

@@ -65,7 +65,6 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Size of one block in all layers."""
         return sum(size for _, size in self.layers)
 
 
@@ -75,7 +74,7 @@ class KvSnapshot:
 
     ``request`` has prompt, outputs, logprobs, sampling and version; the random stream is rebuilt from the seed and the
     number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet. If the
-    request was extended and has not sampled since, its last given tokens have none either.
+    request was extended and has not sampled since, its last environment tokens have none either.
     ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to join them: from the first
     one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An engine's own
     snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has

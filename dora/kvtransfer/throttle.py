@@ -28,7 +28,6 @@ class Throttle:
         return self._bytes_per_s > 0
 
     def pass_bytes(self, count: int) -> None:
-        """Waits until this many bytes may be sent."""
         if not self._bytes_per_s:
             return
         with self._lock:

@@ -14,8 +14,6 @@ from dora.kvtransfer.snapshot import NO_PREFIX, Prefix
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The result of a successful transfer."""
-
     key: str  # its key at the target
     transport: str
     body_bytes: int
@@ -44,7 +42,6 @@ class Transfer:
     fallbacks: list[str] = field(default_factory=list)
 
     def cancel(self) -> None:
-        """Voids the snapshot. The target drops what has been sent."""
         self.cancelled.set()
 
     @property

@@ -53,7 +53,7 @@ PACE_SHARE: Final = 0.01  # or this share of the stream's own pace so far
 Field = TypeVar("Field", str, int, bytes, bool)
 
 
-class Gone(TransferFailed):
+class ConnectionClosed(TransferFailed):
     """The other end has closed the connection."""
 
 
@@ -195,7 +195,7 @@ class Stream:
                 began_s = time.monotonic()
                 taken = self._socket.recv_into(target, 0, socket.MSG_WAITALL)
                 if not taken:
-                    raise Gone("the other end has disconnected")
+                    raise ConnectionClosed("the other end has disconnected")
                 target = target[taken:]
                 self._received.passed(taken, time.monotonic() - began_s)
         except (OSError, ValueError) as error:
@@ -207,7 +207,6 @@ class Stream:
         return bytes(buffer)
 
     def drain(self, count: int) -> None:
-        """Reads and discards."""
         scratch = memoryview(bytearray(min(count, _DRAIN_BYTES)))
         while count:
             piece = scratch[: min(count, len(scratch))]
@@ -292,7 +291,6 @@ class _Tags:
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """The unsent rest of ``parts``."""
     for number, part in enumerate(parts):
         if sent < part.nbytes:
             return [part[sent:], *parts[number + 1 :]]

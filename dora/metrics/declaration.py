@@ -13,7 +13,7 @@ Reading: TypeAlias = float | Labelled | None  # None: without a meaning now
 
 
 @dataclass(frozen=True)
-class Declared(Generic[Source]):
+class DeclaredMetric(Generic[Source]):
     """A gauge or counter. ``read`` takes its value, or its values by label, from a source."""
 
     name: str
@@ -38,7 +38,7 @@ class Declared(Generic[Source]):
         return family
 
 
-def families(declared: Iterable[Declared[Source]], source: Source) -> Iterator[Metric]:
+def families(declared: Iterable[DeclaredMetric[Source]], source: Source) -> Iterator[Metric]:
     """Reads all metrics that have a meaning now."""
     for each in declared:
         if (family := each.family(source)) is not None:

@@ -20,7 +20,6 @@ class _Families(Collector):
 
 
 def text_of(found: Sequence[Metric], collectors: Sequence[Collector]) -> bytes:
-    """Returns these metrics, and those of other collectors."""
     return generate_latest(_Families([*found, *_collected(collectors)]))
 
 
@@ -53,7 +52,6 @@ def _escaped(value: str) -> str:
 
 
 def _collected(collectors: Sequence[Collector]) -> Iterator[Metric]:
-    """The metrics of other collectors, without the times at which their series were made."""
     for collector in collectors:
         for metric in collector.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]

@@ -134,7 +134,6 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 
 def experts(folder: Path) -> tuple[int, int] | None:
-    """``experts_of`` the config.json of a Hugging Face folder."""
     return experts_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))
 
 

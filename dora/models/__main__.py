@@ -12,7 +12,6 @@ from dora.models import resolve_model, unwritable_cache
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
     try:
         folder = resolve_model(arguments[0], Path(arguments[1]) if len(arguments) > 1 else None)
     except InvalidValue as error:

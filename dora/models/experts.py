@@ -59,6 +59,5 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
 
 
 def _first_number(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The value of the first of these fields that has one; else 0."""
     values = (config.get(name) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)

@@ -17,7 +17,6 @@ _QUANTISED: Final = re.compile(r"^(?!.*(?:experts|kv_b_proj|_mqa)).*_proj\.weigh
 
 
 def is_quantised(name: str) -> bool:
-    """Whether this tensor of a checkpoint is quantised."""
     return _QUANTISED.match(name) is not None
 
 
@@ -45,10 +44,10 @@ def _forward(part: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
     values, scales = int8_of(part.weight.detach())
     weights, bias = values.float(), part.bias
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        tokens, of_token = int8_of(given.reshape(-1, given.shape[-1]))
+    def forward(incoming: torch.Tensor) -> torch.Tensor:
+        tokens, of_token = int8_of(incoming.reshape(-1, incoming.shape[-1]))
         found = (tokens.float() @ weights.T) * of_token * scales.T
         found = found if bias is None else found + bias
-        return found.reshape(*given.shape[:-1], -1).to(given.dtype)
+        return found.reshape(*incoming.shape[:-1], -1).to(incoming.dtype)
 
     return forward

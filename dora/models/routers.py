@@ -52,7 +52,6 @@ def has_routers(module: torch.nn.Module) -> bool:
 
 
 def _routers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Name, module and experts per token of each router."""
     experts, chosen = _experts(getattr(module, "config", None)) or (0, 0)
     if experts == chosen:
         return
@@ -73,8 +72,8 @@ def _experts(config: Any) -> tuple[int, int] | None:
 
 
 def _hook(name: str, chosen: int, margin: float, turn: dict[int, torch.Tensor], ties: list[Tie]) -> Any:
-    def look(router: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden = given[0].reshape(-1, given[0].shape[-1]).clone()
+    def look(router: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden = arguments[0].reshape(-1, arguments[0].shape[-1]).clone()
         for token, nudge in turn.items():
             hidden[token] += nudge
         weight = router.weight.detach()
@@ -86,6 +85,6 @@ def _hook(name: str, chosen: int, margin: float, turn: dict[int, torch.Tensor], 
                 apart = weight[experts[token, -1]] - weight[experts[token, -2]]
                 between = float(margins[token])
                 ties.append(Tie(name, token, between, (between + _PAST) * apart / (apart @ apart)))
-        return hidden.reshape(given[0].shape), *given[1:]
+        return hidden.reshape(arguments[0].shape), *arguments[1:]
 
     return look

@@ -55,7 +55,6 @@ def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
 
 
 def smollm2_folder(cache: Path, dtype: Dtype = "float32") -> Path:
-    """The folder that ``prepare_smollm2`` makes."""
     return cache / f"smollm2-{dtype}-r{RECIPE}"
 
 
@@ -93,7 +92,6 @@ def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
 
 
 def _config(metadata: Mapping[str, Any], dtype: Dtype) -> Any:
-    """The transformers configuration described by a GGUF file's metadata."""
     from transformers import LlamaConfig
 
     model, tokenizer = "llama.", "tokenizer.ggml."
@@ -118,7 +116,6 @@ def _config(metadata: Mapping[str, Any], dtype: Dtype) -> Any:
 
 
 def _tensors(source: Path, dtype: Dtype, config: Any) -> dict[str, "Tensor"]:
-    """The file's tensors by their checkpoint names, decoded from blocks of 4 or 8 bits."""
     import torch
     from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict
     from transformers.integrations.gguf.dequant import dequantize

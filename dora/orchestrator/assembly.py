@@ -14,11 +14,16 @@ from dora.orchestrator.services.server import Services
 from dora.orchestrator.services.sessions import SessionService
 from dora.orchestrator.services.trainer import TrainerService
 from dora.orchestrator.services.worker import WorkerService
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 
 
 def services_of(
-    of: Runtime, model: Path, snapshots: Path, tokens: Tokens, kv_secret: bytes = b"", session_secret: bytes = b""
+    of: Runtime,
+    model: Path,
+    snapshots: Path,
+    tokens: ServiceTokens,
+    kv_secret: bytes = b"",
+    session_secret: bytes = b"",
 ) -> Services:
     """``snapshots``: the folder of KV snapshots. ``kv_secret``: of the run, if an earlier incarnation made one;
     ``session_secret``: as of ``Capabilities``.

@@ -15,7 +15,7 @@ from dora.tls.http import HttpTls
 def tls_of(config: Config) -> Tls | None:
     """Returns the service's TLS files; None: it has none. Raises InvalidValue if one is lacking."""
     named = config.tls
-    return Tls.given(named.folder, cert=named.cert, key=named.key, ca=named.ca, domain=named.domain)
+    return Tls.from_files(named.folder, cert=named.cert, key=named.key, ca=named.ca, domain=named.domain)
 
 
 def contexts_of(config: Config) -> Contexts | None:

@@ -19,10 +19,10 @@ from dora.orchestrator.recovery.state_folder import SETTING as STATE_SETTING
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rotation import with_token
 from dora.orchestrator.setup import check_engine, open_many_files, run_folder_of, writable
-from dora.orchestrator.starting import ServiceHandle, Start, tier_of
+from dora.orchestrator.starting import ServiceHandle, ServiceStart, tier_of
 from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.waiting import drain, failed_alone, opened, until_ready, until_stopped
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.memory import collecting_rarely, keep_freed_memory
 from dora.system.private import private_files
 
@@ -45,14 +45,14 @@ async def serve(
     """
     config = await _checked(config, progress)
     open_many_files()
-    tokens = await asyncio.to_thread(Tokens, config.service.token)
+    tokens = await asyncio.to_thread(ServiceTokens, config.service.token)
     async with contextlib.AsyncExitStack() as stack:
         umask = stack.enter_context(private_files())
         state = stack.enter_context(state_folder_of(config, Sizes(compacts=not config.service.keep_events)))
         config = await asyncio.to_thread(begun_from, config, state)
         if state is not None:
             config = state.carried_on(config)
-            tokens = await asyncio.to_thread(Tokens, config.service.token)
+            tokens = await asyncio.to_thread(ServiceTokens, config.service.token)
             with writable(STATE_SETTING, state.folder):
                 state.remember()  # the run folder's name follows from its secret
         stack.enter_context(collecting_rarely())
@@ -61,7 +61,7 @@ async def serve(
         run_folder = stack.enter_context(run_folder_of(config, secret))
         storage = Storage()
         tier = await tier_of(config, run_folder, storage, stack)
-        start = Start(config, tokens, state, run_folder, storage, tier, stack, progress, umask)
+        start = ServiceStart(config, tokens, state, run_folder, storage, tier, stack, progress, umask)
         launcher = await start.launch()
         await start.prepare()
         config = start.config

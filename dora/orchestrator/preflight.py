@@ -38,13 +38,13 @@ from dora.orchestrator.setup import (
     check_record,
     check_run_folder,
     lacking_room,
-    routing_wanted,
+    required_routing,
     with_context,
 )
 from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.version_memory import version_memory
 from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.files import try_folder
 from dora.weights.holds import VERSIONS_FOLDER
 from dora.weights.reference import Reference, read_reference
@@ -64,7 +64,7 @@ async def run_preflight(config: Config, said: Said) -> None:
     check_traces(config.service)
     said("TLS", await asyncio.to_thread(check_tls, config))
     said("KV tier", await check_tier(config))
-    await asyncio.to_thread(Tokens, config.service.token)
+    await asyncio.to_thread(ServiceTokens, config.service.token)
     sizes = Sizes(compacts=not config.service.keep_events)
     with reading_state(config, sizes) as state:
         config = await asyncio.to_thread(check_from, config, state)
@@ -101,7 +101,6 @@ def _parent(run_folder: Path, config: Config) -> Path:
 
 
 async def _check_content(config: Config, state: StateFolder | None, run_folder: Path, said: Said) -> None:
-    """Checks the model, the state against it, prompts, record, reward and filter."""
     carries_on = state is not None and not state.found.is_new
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
@@ -146,7 +145,6 @@ def _devices(placement: Placement) -> str:
 
 
 def _check_cache(config: Config) -> None:
-    """Raises InvalidValue if the model cannot be put into the cache."""
     try:
         try_folder(cache_of(config))
     except OSError as error:
@@ -155,9 +153,8 @@ def _check_cache(config: Config) -> None:
 
 
 async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config, Reference]:
-    """Returns the configuration with the model's context, and its tensors."""
     config = with_context(config, model)
-    routing_wanted(config, model)
+    required_routing(config, model)
     for warning in await asyncio.to_thread(check_model, config, model):
         said("model", f"warning: {warning}")
     reference = await asyncio.to_thread(read_reference, model)
@@ -169,7 +166,7 @@ async def _check_model(config: Config, model: Path, said: Said) -> tuple[Config,
 
 async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Said) -> PromptSource:
     tokenizer = await asyncio.to_thread(ChatTokenizer, model, cache_of(config))
-    routing = routing_wanted(config, model)
+    routing = required_routing(config, model)
     check = PromptCheck(config, tokenizer=tokenizer, vocab_size=vocab_size, routing=routing)
     source = await asyncio.to_thread(
         resolve_prompts,
@@ -195,8 +192,8 @@ async def _check_functions(config: Config, model: Path | None, source: PromptSou
     """Loads the reward function and the filter in a process each. ``source`` None: its reward is unknown."""
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
     if source is not None or config.reward.function:
-        given = source or PromptSource(config.prompts.source, "", lambda index: None)
-        async with verifying(config, given, model) as verifier:
+        prompts = source or PromptSource(config.prompts.source, "", lambda index: None)
+        async with verifying(config, prompts, model) as verifier:
             said("reward", verifier.spec)
     async with filtering(config):
         said("filter", config.selection.filter or "none")

@@ -9,7 +9,7 @@ from typing import Final
 
 from dora.config import Config
 from dora.errors import InvalidValue
-from dora.rpc.roles import Generation, Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens, TokenGeneration
 from dora.system.secret_file import read_token
 
 log = logging.getLogger("dora.service")
@@ -26,7 +26,7 @@ def with_token(config: Config) -> Config:
     return config.model_copy(update={"service": service.model_copy(update={"token": token})})
 
 
-async def follow_token(file: Path, tokens: Tokens, overlap_s: float, changed: Callable[[], None]) -> None:
+async def follow_token(file: Path, tokens: ServiceTokens, overlap_s: float, changed: Callable[[], None]) -> None:
     """Looks at the file until it is cancelled. Calls ``changed`` once new tokens are valid.
 
     A file that cannot be used leaves the tokens as they are; one line is logged.
@@ -42,7 +42,7 @@ async def follow_token(file: Path, tokens: Tokens, overlap_s: float, changed: Ca
             if not owner:
                 raise InvalidValue("service.token_file", str(file), "a file with a token", why="is empty")
             if owner != tokens.of[Role.OWNER]:
-                tokens.replace(await asyncio.to_thread(Generation.following, owner), overlap_s)
+                tokens.replace(await asyncio.to_thread(TokenGeneration.following, owner), overlap_s)
                 log.info("the owner's token was replaced; the one before stays valid for %g s", overlap_s)
                 changed()
         except InvalidValue as error:

@@ -16,7 +16,7 @@ from dora.data.run_record import Recorder
 from dora.data.types import RoutingShape
 from dora.errors import Conflict
 from dora.journal.finding import Found
-from dora.journal.versions import KeptVersions
+from dora.journal.versions import PersistedVersions
 from dora.kvtransfer.transports.segments import sweep
 from dora.orchestrator.core import ServiceCore
 from dora.orchestrator.executor import Executor
@@ -24,7 +24,7 @@ from dora.orchestrator.guard import tls_of
 from dora.orchestrator.hosts.examinations import Examinations
 from dora.orchestrator.hosts.fronts import Fronts
 from dora.orchestrator.hosts.hosts import Hosts
-from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.recording.storage import PERSISTED, RUN_FOLDER, Storage
 from dora.orchestrator.recovery import resume
 from dora.orchestrator.recovery.incarnation import DurableEnds, Incarnation
 from dora.orchestrator.recovery.reattachment import Reattachment
@@ -38,7 +38,7 @@ from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.reports import WorkerReports
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.streams import Session, Sessions, WorkerSession
+from dora.orchestrator.rollout.streams import MemberSession, MemberSessions, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
 from dora.orchestrator.rollout.verdicts import Verdicts, Verifier
@@ -72,7 +72,7 @@ class Runtime:
         snapshots: Path,
         recorder: Recorder | None,
         journal: Journal | None = None,
-        versions: KeptVersions | None = None,
+        versions: PersistedVersions | None = None,
         storage: Storage | None = None,
         routing: RoutingShape | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Runtime:
         core = self.core = ServiceCore(Machine(config), Executor(), self.journal, self.telemetry, self.buffer)
         self.incarnation = Incarnation()
         self.recorder = RecordQueue(recorder, self.storage, core.spawn, self.journal)
-        self.sessions = Sessions(self._end_lost, None, config.workers.report_period_ms)
+        self.sessions = MemberSessions(self._end_lost, None, config.workers.report_period_ms)
         fetched = functools.partial(self.telemetry.observe, of.RELAY)
         self.hosts = Hosts(config, store, self.sessions, core.state, core.post, self.journal.note, fetched)
         self.sessions.processes = self.hosts
@@ -177,7 +177,7 @@ class Runtime:
         if self.incarnation.reattachment.is_over:
             self.core.post(on.StorageChanged(fault))
 
-    def _end_lost(self, session: Session, reason: str) -> None:
+    def _end_lost(self, session: MemberSession, reason: str) -> None:
         if not self.incarnation.reattachment.is_over:
             return  # the core does not know it yet
         lost = on.WorkerLost if isinstance(session, WorkerSession) else on.PoolLost
@@ -205,8 +205,8 @@ class Runtime:
     async def look_at_storage(self) -> None:
         """Checks which storage can be written, and retries failed writes."""
         await self.storage.look_at(RUN_FOLDER, self.store.root)
-        if self.versions.kept is not None and KEPT in self.storage.faults:
-            await self.storage.look_at(KEPT, self.versions.kept.folder)
+        if self.versions.kept is not None and PERSISTED in self.storage.faults:
+            await self.storage.look_at(PERSISTED, self.versions.kept.folder)
         if self.journal.log is not None:
             self.journal.log.try_again()
         self.storage.look_again()

@@ -53,13 +53,12 @@ FILES_MAX: Final = 1 << 16
 def open_many_files() -> None:
     """Raises the limit of open files, at most to ``FILES_MAX``: each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(FILES_MAX, hard) if hard != resource.RLIM_INFINITY else FILES_MAX
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    files = min(FILES_MAX, hard) if hard != resource.RLIM_INFINITY else FILES_MAX
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 def cache_of(config: Config) -> Path:
-    """The folder of prepared models and converted tokenizers."""
     return Path(config.cache) if config.cache else default_cache()
 
 
@@ -99,8 +98,8 @@ def with_context(config: Config, model: Path) -> Config:
     if config.workers.count and config.workers.engine == "vllm":
         check_parallel(model, config.workers.tensor_parallel, config.workers.pipeline_parallel)
     most = context_tokens(model)
-    asked = config.workers.max_model_len_tokens
-    if not asked:
+    context_limit = config.workers.max_model_len_tokens
+    if not context_limit:
         workers = config.workers
         block_tokens = max(1, workers.block_tokens)
         kv_tokens = workers.kv_tokens // block_tokens * block_tokens
@@ -108,8 +107,10 @@ def with_context(config: Config, model: Path) -> Config:
         context = most or CONTEXT_UNSAID_TOKENS
         tree["workers"]["max_model_len_tokens"] = min(context, kv_tokens) if kv_tokens else context
         return validated(tree)
-    if config.workers.count and config.workers.engine == "vllm" and most is not None and asked > most:
-        raise InvalidValue("workers.max_model_len_tokens", asked, f"at most {most}, the context of {config.model}")
+    if config.workers.count and config.workers.engine == "vllm" and most is not None and context_limit > most:
+        raise InvalidValue(
+            "workers.max_model_len_tokens", context_limit, f"at most {most}, the context of {config.model}"
+        )
     return config
 
 
@@ -119,7 +120,7 @@ def with_load_time(config: Config, reference: Reference) -> Config:
     return config.model_copy(update={"workers": config.workers.model_copy(update={"load_timeout_s": limit_s})})
 
 
-def routing_wanted(config: Config, model: Path) -> RoutingShape | None:
+def required_routing(config: Config, model: Path) -> RoutingShape | None:
     """The shape of the routed experts that workers report; None if they report none. Raises InvalidValue for a dense
     model.
     """
@@ -276,7 +277,6 @@ def check_run_folder(config: Config, secret: str = "") -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Returns whether a service has used the folder."""
     return (folder / LOCK_FILE).exists() or (folder / WEIGHTS_FOLDER / "proof").is_file()
 
 
@@ -335,7 +335,6 @@ async def recorder_of(
 
 
 def _hold_record(config: Config, stack: contextlib.ExitStack) -> None:
-    """Locks the record until the end. Raises InvalidValue if another service has it."""
     folder = Path(config.record)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -350,7 +349,6 @@ def _hold_record(config: Config, stack: contextlib.ExitStack) -> None:
 
 
 def _own_folders(config: Config) -> list[Path]:
-    """The folders that the service has locked already."""
     return [Path(named).resolve() for named in (config.service.run_folder, config.service.state) if named]
 
 

@@ -45,7 +45,7 @@ from dora.orchestrator.setup import (
     cache_of,
     prepared_model,
     recorder_of,
-    routing_wanted,
+    required_routing,
     store_of,
     with_context,
     with_load_time,
@@ -54,7 +54,7 @@ from dora.orchestrator.setup import (
 from dora.orchestrator.tracing.export import tracer_of
 from dora.orchestrator.version_memory import VersionMemory, version_memory
 from dora.prompts import ChatTokenizer, resolve_prompts
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from dora.system.log_lines import Position
 from dora.weights.holds import VERSIONS_FOLDER
 from dora.weights.reference import read_reference
@@ -63,8 +63,6 @@ from dora.weights.store import WeightStore
 
 @dataclass(frozen=True, slots=True)
 class ServiceHandle:
-    """The address and tokens of a running service."""
-
     address: str
     tokens: Mapping[Role, str] = field(repr=False)
     run_folder: Path
@@ -81,11 +79,11 @@ class ServiceHandle:
 
 
 @dataclass(slots=True)
-class Start:
+class ServiceStart:
     """The parts of a service in order of construction; ``stack`` ends them in the reverse order."""
 
     config: Config
-    tokens: Tokens
+    tokens: ServiceTokens
     state: StateFolder | None
     run_folder: Path
     storage: Storage
@@ -117,7 +115,6 @@ class Start:
 
     @property
     def _kept(self) -> int:
-        """The number of versions of an earlier incarnation."""
         return 0 if self.state is None else len(self.state.found.ledger.versions())
 
     async def launch(self) -> OwnLauncher:
@@ -135,12 +132,12 @@ class Start:
         log_unbound(placement)
 
         def environment(name: str) -> Mapping[str, str]:
-            given = worker_environment(self.config.workers, tokens.started(name), tls)
+            variables = worker_environment(self.config.workers, tokens.started(name), tls)
             if name == pool_id:
-                return given
+                return variables
             shows_trainers = workers.weights_from == "trainer"
             own = placement.environment(number_of("", name), workers.ranks, shows_trainers=shows_trainers)
-            return {**given, **own}
+            return {**variables, **own}
 
         def command(name: str) -> list[str]:
             tier = self.tier.endpoint if self.tier else ""
@@ -191,7 +188,7 @@ class Start:
     async def build(self) -> Runtime:
         """Builds everything around the core. Nothing is connected yet."""
         config, state, model, stack = self.config, self.state, self.model, self.stack
-        routing = routing_wanted(config, model)
+        routing = required_routing(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config, self._kept)
         is_new, on_gpus = state is None or state.found.is_new, config.workers.device.startswith("cuda")
         if is_new and not on_gpus:
@@ -310,7 +307,6 @@ class Start:
 
 @contextlib.asynccontextmanager
 async def tracing(runtime: Runtime, config: Config) -> AsyncIterator[None]:
-    """Sends the service's traces to its collector."""
     from dora.orchestrator.tracing.spans import Spans  # of an extra
 
     async with tracer_of(config.service) as tracer:
@@ -330,8 +326,6 @@ def position_of(runtime: Runtime) -> dict[str, int]:
 
 
 def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
-    """Opens the journal of the state folder and continues its log."""
-
     def report_fault(error: OSError | None) -> None:
         if error is None:
             storage.works(STATE)

@@ -18,7 +18,7 @@ from dora.pool.spill import SpillFolder
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import check_credentials
-from dora.session.link import Link
+from dora.session.link import SessionLink
 from dora.session.linked import Address, LinkedMember
 from dora.system.environment import taken
 from dora.system.private import PRIVATE_UMASK
@@ -40,14 +40,14 @@ class PoolMember(LinkedMember):
 
     def held(self) -> pb.PoolHello:
         parked = self._store.parked() if self._store is not None else {}
-        digests = self._store.given_digests() if self._store is not None else {}
+        digests = self._store.input_digests() if self._store is not None else {}
         held = [
             pb.HeldRequest(request_id=request_id, tokens=tokens, given_digest=digests.get(request_id, b""))
             for request_id, tokens in parked.items()
         ]
         return pb.PoolHello(held=held)
 
-    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> PoolLoop:
+    def loop_of(self, link: SessionLink, welcome: pb.Welcome, plane: DataPlane) -> PoolLoop:
         if self._loop is not None:
             self._loop.come_back(link, plane)
             return self._loop

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dora.errors import DoraError, TransferFailed
 from dora.kvtransfer.copying import NotMovable
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import BufferPool
 from dora.pool.parked import Bodies, Parked
 from dora.pool.spill import SpillFolder
 
@@ -27,12 +27,12 @@ class Disk:
         self.most_bytes = spill.most_bytes
         self._spill = spill
         self._secret = secret
-        self._back = Pool(read_bytes)
+        self._back = BufferPool(read_bytes)
         self._thread = ThreadPoolExecutor(1, "pool-disk")
 
-    def write(self, parked: Parked, is_wanted: Callable[[], bool], written: Written) -> None:
+    def write(self, parked: Parked, is_current: Callable[[], bool], written: Written) -> None:
         """Queues a snapshot. It is written if it is still wanted at its turn."""
-        self._thread.submit(self._write, parked, is_wanted, written)
+        self._thread.submit(self._write, parked, is_current, written)
 
     def read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
         """Completes ``opened`` with the bodies. Fails it with NotMovable if they are lost, or with TransferFailed if
@@ -44,12 +44,11 @@ class Disk:
         self._spill.remove(file)
 
     def close(self) -> None:
-        """Cancels reads and writes in progress."""
         self._spill.end()
         self._thread.shutdown(cancel_futures=True)
 
-    def _write(self, parked: Parked, is_wanted: Callable[[], bool], written: Written) -> None:
-        if not is_wanted():
+    def _write(self, parked: Parked, is_current: Callable[[], bool], written: Written) -> None:
+        if not is_current():
             written(None, "")
             return
         try:

@@ -12,7 +12,7 @@ from dora.kvtransfer.endpoint import Endpoint
 from dora.kvtransfer.plane import DataPlane
 from dora.pool.store import Store
 from dora.rpc import dora_pb2 as pb
-from dora.session.commands import REASON_MAX, CommandLoop, Orders, Voice
+from dora.session.commands import REASON_MAX, CommandLoop, Orders, Responder
 
 log = logging.getLogger("dora.worker")
 
@@ -20,20 +20,18 @@ TICK_S: Final = 0.1
 REPORT_S: Final = 0.5
 
 
-class PoolLoop(CommandLoop[Voice]):
-    """The loop of a pool's process."""
-
+class PoolLoop(CommandLoop[Responder]):
     def __init__(
         self, orders: Orders, plane: DataPlane, store: Store, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(orders, Endpoint(store, plane), Voice(orders))
+        super().__init__(orders, Endpoint(store, plane), Responder(orders))
         self._store = store
         self._clock = clock
         self._reported_s = -REPORT_S
 
     def come_back(self, orders: Orders, plane: DataPlane) -> None:
         """Reconnects to a service, which releases unneeded snapshots by RemoveRequest."""
-        self._orders, self._voice = orders, Voice(orders)
+        self._orders, self._responder = orders, Responder(orders)
         self.endpoint.come_back(plane)
         self._report()
 

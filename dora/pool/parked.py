@@ -13,9 +13,7 @@ Bodies = Sequence[np.ndarray]  # the rounds of a snapshot, uint8
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The metadata of a round."""
-
+class ParkedRound:
     seal: Seal
     size_bytes: int
 
@@ -27,9 +25,9 @@ class Parked:
     request_id: str
     tokens: int  # tokens of the response
     head: bytes
-    rounds: tuple[Round, ...]
+    rounds: tuple[ParkedRound, ...]
     bodies: Bodies  # empty: only the file has them
-    given_digest: bytes = b""  # of a session
+    input_digest: bytes = b""  # of a session
     file: Path | None = None
     is_writing: bool = False
     readers: int = 0
@@ -40,12 +38,10 @@ class Parked:
 
     @property
     def memory_bytes(self) -> int:
-        """Returns the bytes that it occupies in the arena."""
         return sum(-(-each.size_bytes // STEP_BYTES) * STEP_BYTES for each in self.rounds) if self.bodies else 0
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether it is in memory and neither read nor written."""
         return bool(self.bodies) and not self.is_writing and self.file is None and not self.readers
 
     def damage(self, bodies: Bodies, secret: bytes) -> str:

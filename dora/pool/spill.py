@@ -90,6 +90,5 @@ class SpillFolder:
         self._ends = True
 
     def close(self) -> None:
-        """Removes all files."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)

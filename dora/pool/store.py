@@ -22,15 +22,15 @@ from typing import Final
 
 import numpy as np
 
-from dora.data.given_digest import beginning_digest, given_digest
+from dora.data.input_digest import beginning_digest, input_digest
 from dora.errors import Conflict, SnapshotRefused, TransferFailed
 from dora.kvtransfer.copying import NotMovable
-from dora.kvtransfer.endpoint import ReserveOrder, Room
+from dora.kvtransfer.endpoint import ReserveOrder, SnapshotRoom
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.plane import Arrived
+from dora.kvtransfer.plane import ArrivedSnapshot
 from dora.kvtransfer.transports.arena import Arena
 from dora.pool.disk import Disk
-from dora.pool.parked import Bodies, Parked, Round
+from dora.pool.parked import Bodies, Parked, ParkedRound
 from dora.pool.rounds import ParkedRounds
 
 log = logging.getLogger("dora.worker")
@@ -47,9 +47,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The contents of a pool."""
-
+class PoolContents:
     parked: int
     memory_bytes: int
     spill_bytes: int
@@ -78,7 +76,7 @@ class Store:
         self._spilled = 0
         self._lock = threading.RLock()
 
-    def reserve(self, order: ReserveOrder) -> Room:
+    def reserve(self, order: ReserveOrder) -> SnapshotRoom:
         """Reserves room for a request. The room is granted once there is enough.
 
         Raises Conflict if there can be no room or the request is already here. Raises SnapshotRefused if the system has
@@ -94,10 +92,9 @@ class Store:
             self._make_room()
             if waiting.done.done():
                 waiting.done.result()
-            return Room(order.most_bytes, granted=waiting.done)
+            return SnapshotRoom(order.most_bytes, granted=waiting.done)
 
     def release(self, request_id: str) -> None:
-        """Cancels a reservation."""
         with self._lock:
             self._let_in.pop(request_id, None)
             for waiting in [each for each in self._waiting if each.request_id == request_id]:
@@ -106,23 +103,20 @@ class Store:
             self._make_room()
 
     def parked(self) -> dict[str, int]:
-        """Returns the parked requests with their token counts."""
         with self._lock:
             return {request_id: parked.tokens for request_id, parked in self._parked.items()}
 
-    def given_digests(self) -> dict[str, bytes]:
-        """Returns the digests of parked sessions."""
+    def input_digests(self) -> dict[str, bytes]:
         with self._lock:
-            return {name: parked.given_digest for name, parked in self._parked.items() if parked.given_digest}
+            return {name: parked.input_digest for name, parked in self._parked.items() if parked.input_digest}
 
-    def accept(self, arrived: Arrived, row: int) -> None:
-        """Enters a request that has arrived."""
+    def accept(self, arrived: ArrivedSnapshot, row: int) -> None:
         request, rounds = arrived.snapshot.request, arrived.rounds
-        known = tuple(Round(each.seal, each.body.nbytes) for each in rounds)
+        known = tuple(ParkedRound(each.seal, each.body.nbytes) for each in rounds)
         bodies = [np.asarray(each.body) for each in rounds]  # a pool has no device
         outputs = request.output_token_ids
         beginning = beginning_digest(request.prompt_token_ids) if request.keeps else b""
-        digest = given_digest(beginning, request.sampling, outputs, request.given)
+        digest = input_digest(beginning, request.sampling, outputs, request.inputs)
         parked = Parked(request.request_id, len(outputs), arrived.head, known, bodies, digest)
         with self._lock:
             self._let_in.pop(request.request_id, None)
@@ -160,7 +154,6 @@ class Store:
         return ParkedRounds(parked, opened, self._secret, partial(self._read, parked))
 
     def drop(self, parked: Parked, reason: str) -> None:
-        """Drops a snapshot. The loss is reported."""
         with self._lock:
             if self._parked.get(parked.request_id) is parked:
                 self._forget(parked)
@@ -184,12 +177,11 @@ class Store:
                 else:
                     self.drop(oldest, f"the disk took longer than {WAIT_S:g} s for others")
 
-    def held(self) -> Held:
+    def held(self) -> PoolContents:
         with self._lock:
-            return Held(len(self._parked), self._arena.lent_bytes(), self._spill_bytes(), self._spilled)
+            return PoolContents(len(self._parked), self._arena.lent_bytes(), self._spill_bytes(), self._spilled)
 
     def close(self) -> None:
-        """Removes everything and cancels reads and writes."""
         if self._disk is not None:
             self._disk.close()
         with self._lock:
@@ -203,7 +195,6 @@ class Store:
         return self._arena.most_bytes - used
 
     def _spill_bytes(self) -> int:
-        """Returns the bytes of files on disk, including those being written."""
         return sum(each.size_bytes for each in self._parked.values() if each.file is not None or each.is_writing)
 
     def _make_room(self) -> None:
@@ -241,7 +232,7 @@ class Store:
             return False
         for parked in chosen:
             parked.is_writing = True
-            self._disk.write(parked, partial(self._is_wanted_on_disk, parked), partial(self._written, parked))
+            self._disk.write(parked, partial(self._is_for_disk, parked), partial(self._written, parked))
         return True
 
     def _refuse(self, waiting: _Waiting) -> None:
@@ -272,7 +263,7 @@ class Store:
 
     # ---------------------------------------------------------------------------------------------- the disk's thread
 
-    def _is_wanted_on_disk(self, parked: Parked) -> bool:
+    def _is_for_disk(self, parked: Parked) -> bool:
         with self._lock:
             return self._parked.get(parked.request_id) is parked and not parked.readers
 

@@ -53,7 +53,6 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _found(folder: Path, split: str) -> list[Path]:
-    """The table files in a folder and its subfolders."""
     entries = list(islice(folder.rglob("*"), ENTRIES_MAX + 1))
     if len(entries) > ENTRIES_MAX:
         raise InvalidValue("--prompts", str(folder), f"a dataset's folder, with at most {ENTRIES_MAX:,} files")
@@ -74,7 +73,6 @@ def _found(folder: Path, split: str) -> list[Path]:
 
 
 def _split_of(path: Path) -> str:
-    """The split named by a file or by a folder above it; empty if none does."""
     shard = _SHARD.fullmatch(path.stem)
     if shard is not None:
         return _SPLIT_OF.get(shard["split"], shard["split"])
@@ -89,10 +87,10 @@ def _chosen(splits: Sequence[str], split: str, folder: Path) -> str:
     known = ", ".join(sorted(each or "(no name)" for each in splits)[:20])
     if not split and len(splits) == 1:
         return splits[0]
-    wanted = split if split in splits else _SPLIT_OF.get(split, split)
-    if not split or wanted not in splits:
+    name = split if split in splits else _SPLIT_OF.get(split, split)
+    if not split or name not in splits:
         raise InvalidValue("prompts.split", split, f"one of {known}, the splits of {folder}")
-    return wanted
+    return name
 
 
 def _listed(file: Path, name: str) -> list[str]:
@@ -103,5 +101,4 @@ def _listed(file: Path, name: str) -> list[str]:
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is a plain name of a file or folder."""
     return isinstance(value, str) and Path(value).name == value

@@ -76,7 +76,6 @@ def exported(folder: Path, cache: Path) -> Exported:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of everything that the result depends on."""
     packages = {package: version(package) for package in _PACKAGES}
     digest = blake3(json.dumps([str(folder.resolve()), packages, RECIPE]).encode())
     for file in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):

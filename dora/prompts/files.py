@@ -79,7 +79,6 @@ def is_file_source(source: str) -> bool:
 
 
 def _files(config: PromptsConfig) -> tuple[Path, list[Path]]:
-    """The file or folder, and the files with its rows."""
     path = path_of(config.source, "--prompts")
     if config.split and not path.is_dir():
         raise InvalidValue("prompts.split", config.split, "empty, because a file has no splits")

@@ -62,7 +62,6 @@ def reasoning_gym_source(
 
 
 def _entry_maker(task: str, seed: int) -> Callable[[int], dict[str, Any]]:
-    """Returns a function from an index to the task's entry, as JSON stores it."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -43,7 +43,7 @@ OtherColumns = Literal["refuse", "ignore", "verifier"]
 class Columns:
     """The mapping of fields to columns, and the treatment of other columns."""
 
-    given: Mapping[str, str]  # field -> column; other fields have columns of their own names
+    named: Mapping[str, str]  # field -> column; other fields have columns of their own names
     others: OtherColumns
 
     @classmethod
@@ -54,13 +54,13 @@ class Columns:
         """Field -> column of a row with these columns. Raises InvalidValue for a missing or conflicting column."""
         used: dict[str, str] = {}
         for name in FIELDS:
-            if name in self.given:
-                if self.given[name] not in present:
+            if name in self.named:
+                if self.named[name] not in present:
                     allowed = f"a column of every row, because prompts.columns.{name} names it"
-                    raise place.invalid(self.given[name], MISSING, f"{allowed}; this one has {', '.join(present)}")
-                used[name] = self.given[name]
+                    raise place.invalid(self.named[name], MISSING, f"{allowed}; this one has {', '.join(present)}")
+                used[name] = self.named[name]
                 continue
-            found = [each for each in OWN_NAMES[name] if each in present and each not in self.given.values()]
+            found = [each for each in OWN_NAMES[name] if each in present and each not in self.named.values()]
             if len(found) > 1:
                 raise place.invalid(found[1], present[found[1]], f"left out, because the row also has {found[0]}")
             if found:

@@ -32,7 +32,6 @@ class PromptSource:
         return self.starting_at(0)
 
     def starting_at(self, index: int) -> Iterator[Prompt]:
-        """Yields the prompts starting at ``index``."""
         while (prompt := self.at(index)) is not None:
             yield prompt
             index += 1

@@ -34,7 +34,6 @@ def table_rows(path: Path, columns: Columns) -> Iterator[tuple[RowLocation, dict
 
 
 def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iterable[dict[str, Any]]]]:
-    """Yields column names and rows in batches."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -44,11 +43,11 @@ def _batches(path: Path, columns: Columns) -> Iterator[tuple[Sequence[str], Iter
         if path.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
                 names = file.schema_arrow.names
-                wanted = names
+                chosen = names
                 if columns.others == "ignore":  # unused columns are not read
-                    wanted = sorted(set(columns.used(dict.fromkeys(names), RowLocation(path, 0)).values()))
+                    chosen = sorted(set(columns.used(dict.fromkeys(names), RowLocation(path, 0)).values()))
                 yield names, ()
-                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
+                for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=chosen):
                     batch.validate(full=True)
                     yield names, batch.to_pylist()
         else:

@@ -38,7 +38,6 @@ def tiny_tail_source(
 def _source(
     name: str, tokenizer: ChatTokenizer, seed: int, limit_tokens: int | None, longest_tokens: int | None
 ) -> PromptSource:
-    """``longest_tokens``: of the long tail; None: lengths are the model's."""
     words = tuple(CLASSES)
 
     def at(index: int) -> Prompt:

@@ -80,7 +80,6 @@ class ChatTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], special_tokens: bool = False) -> str:
-        """Decodes token ids, with or without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
     @cached_property

@@ -21,7 +21,7 @@ from dora.kvtransfer.wire import Frame, Kind, Stream
 from dora.relay.holding import TAG_BYTES, Holding, tag_of
 from dora.relay.link import Link
 from dora.relay.numbering import packed
-from dora.relay.orders import Order, Upstream
+from dora.relay.orders import FetchOrder, Upstream
 from dora.relay.serving import TCP, unsummed
 from dora.tls.contexts import Contexts
 from dora.weights.manifest import Manifest, read_manifest
@@ -62,10 +62,10 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Fetch:
+class VersionFetch:
     """One incoming version. ``run`` has a thread of its own; any thread may call ``replace`` and ``stop``."""
 
-    order: Order
+    order: FetchOrder
     own: Identity
     secret: bytes = field(repr=False)
     hold: Hold  # starts or resumes the reception of a version
@@ -80,18 +80,18 @@ class Fetch:
     taken_from: str = ""
     _holding: Holding | None = None
     _stream: Stream | None = None
-    _asked: Upstream | None = None
+    _upstream: Upstream | None = None
     _stopped: str = ""
     _changed: int = 0  # orders that have replaced the first
     _failed: int = -1  # how many had when it failed
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _only_tcp: set[str] = field(default_factory=set)  # hosts with which another transport has failed
 
-    def replace(self, order: Order) -> None:
+    def replace(self, order: FetchOrder) -> None:
         """Replaces the upstreams. A connection to one that is no longer named is closed at once."""
         with self._lock:
             self.order, self._changed = order, self._changed + 1
-            if self._stream is not None and self._asked not in order.upstreams:
+            if self._stream is not None and self._upstream not in order.upstreams:
                 self._stream.stop()
 
     @property
@@ -105,7 +105,6 @@ class Fetch:
             return not self._stopped and self._changed != self._failed
 
     def stop(self, reason: str) -> None:
-        """Stops it; ``run`` raises TransferFailed."""
         with self._lock:
             self._stopped = reason
             if self._stream is not None:
@@ -128,7 +127,7 @@ class Fetch:
             if holding is not None:
                 return holding
 
-    def _round(self, order: Order, changed: int) -> Holding | None:
+    def _round(self, order: FetchOrder, changed: int) -> Holding | None:
         """Asks each upstream once. Returns the version, or None if another round is worthwhile; raises as ``run`` does.
 
         ``changed``: the number of replacements when ``order`` was taken.
@@ -197,7 +196,7 @@ class Fetch:
             raise TransferFailed(str(error)) from error
         finally:
             with self._lock:
-                self._stream = self._asked = None
+                self._stream = self._upstream = None
             for receiver in receivers.values():
                 receiver.close()
             stream.close()
@@ -219,7 +218,7 @@ class Fetch:
         stream = Stream(connected, self.timeout_s)
         stream.yield_to_others()
         with self._lock:
-            self._stream, self._asked = stream, upstream
+            self._stream, self._upstream = stream, upstream
             stale = self._stopped or upstream not in self.order.upstreams
         if stale:
             stream.close()

@@ -41,7 +41,6 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether the store has sealed it."""
         return self.receiving is None
 
     @property
@@ -49,7 +48,6 @@ class Holding:
         return bool(self._ended)
 
     def lacked(self) -> list[int]:
-        """Returns the missing chunks, ascending."""
         if self.receiving is None:
             return []
         return [self.numbering.number(file, index) for file, index in self.receiving.missing()]

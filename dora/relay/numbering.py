@@ -26,7 +26,6 @@ class Numbering:
         return self._firsts[-1]
 
     def place(self, number: int) -> tuple[str, int]:
-        """Returns file and index."""
         at = bisect_right(self._firsts, number) - 1
         return self._files[at].name, number - self._firsts[at]
 
@@ -53,7 +52,6 @@ def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """Encodes ascending chunk numbers; ``unpacked`` decodes them."""
     return b"".join(_RUN.pack(first, count) for first, count in runs_of(numbers))
 
 

@@ -15,7 +15,7 @@ class Upstream:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FetchOrder:
     """Brings the named version to this host from the first of ``upstreams`` that can deliver it.
 
     An order for a version in reception replaces its upstreams; received chunks are kept.
@@ -41,7 +41,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FetchFailed:
     """No upstream could deliver the version. ``culprits``: hosts that sent wrong bytes."""
 
     name: str
@@ -49,4 +49,4 @@ class Failed:
     culprits: tuple[str, ...] = ()
 
 
-Outcome = Arrived | Failed
+Outcome = Arrived | FetchFailed

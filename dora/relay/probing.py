@@ -134,7 +134,6 @@ def answer_probe(stream: Stream, first: Frame) -> None:
 def _connected(
     upstream: Upstream, own: Identity, secret: bytes, tls: Contexts | None
 ) -> Iterator[tuple[Stream, socket.socket, bool]]:
-    """Yields a connection to a relay of the run, and whether it is on another host. Raises TransferFailed."""
     host, _, port = upstream.address.rpartition(":")
     try:
         connected = socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S)

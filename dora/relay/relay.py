@@ -26,9 +26,9 @@ from dora.kvtransfer.transports.torch_pair import TorchReceiver, TorchSender
 from dora.kvtransfer.transports.transport import Receiver, Sender
 from dora.kvtransfer.wire import Stream
 from dora.relay.background import stand_back
-from dora.relay.fetching import Fetch, MakeReceiver
+from dora.relay.fetching import MakeReceiver, VersionFetch
 from dora.relay.holding import Holding
-from dora.relay.orders import Arrived, Failed, Order, Outcome
+from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome
 from dora.relay.serving import TCP, MakeSender, Serving
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
@@ -44,8 +44,6 @@ TORCH: Final = ("gloo", "nccl")
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
-    """The settings that all relays of a run share."""
-
     secret: bytes = field(repr=False)  # 32 random bytes
     transports: tuple[str, ...] = (TCP,)  # in order of preference; TCP is tried last in any case
     bandwidth_bytes_per_s: float = 0.0  # limit of all that the relay sends; 0: none
@@ -79,7 +77,7 @@ class Relay:
         self._tell = tell
         self._lock = threading.RLock()  # guards the next three; nothing slow is done under it
         self._begun = threading.Condition(self._lock)  # notified when a version gets its first chunk
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches: dict[str, VersionFetch] = {}
         self._holdings: dict[str, Holding] = {}
         self._threads = ThreadPoolExecutor(FETCHES_MAX, "relay-in", stand_back)
         self._helpers = ThreadPoolExecutor(HELPERS, "relay-sum", stand_back)
@@ -88,7 +86,7 @@ class Relay:
         serving = Serving(own, settings.secret, self.find, self._senders(), throttle, settings.wait_s)
         listener.open(serving.serve, settings.timeout_s, settings.tls)
 
-    def fetch(self, order: Order) -> None:
+    def fetch(self, order: FetchOrder) -> None:
         """Starts to bring a version here, or changes its upstreams. ``tell`` gets the outcome.
 
         Raises InvalidValue for a malformed name.
@@ -109,7 +107,7 @@ class Relay:
         if fetch is not None:
             self._threads.submit(self._run, fetch)
         else:
-            self._tell(Failed(order.name, refused) if refused else Arrived(order.name, "", 0, 0.0, None))
+            self._tell(FetchFailed(order.name, refused) if refused else Arrived(order.name, "", 0, 0.0, None))
 
     def drop(self, name: str) -> None:
         """Stops serving a version that is no longer needed; the store retires it. May be repeated."""
@@ -148,7 +146,6 @@ class Relay:
         self._helpers.shutdown()
 
     def _whole(self, version: int, name: str) -> Holding | None:
-        """Returns a version that the store has, unless it was retired meanwhile."""
         if not self._is_held(version, name):
             return None
         try:
@@ -166,27 +163,27 @@ class Relay:
         if holding is not None:
             holding.end(f"{name} is retired")
 
-    def _made(self, order: Order) -> Fetch:
+    def _made(self, order: FetchOrder) -> VersionFetch:
         settings = self._settings
         receivers, times_s = self._receivers(), (settings.timeout_s, settings.wait_s)
-        return Fetch(
+        return VersionFetch(
             order, self._own, settings.secret, self._hold, receivers, self._helpers, *times_s, tls=settings.tls
         )
 
-    def _run(self, fetch: Fetch) -> None:
+    def _run(self, fetch: VersionFetch) -> None:
         began_s = monotonic()
         while True:
             outcome = self._outcome(fetch, began_s)
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, FetchFailed):
                 self._clean(fetch)
             with self._lock:
-                if isinstance(outcome, Failed) and fetch.may_retry:
+                if isinstance(outcome, FetchFailed) and fetch.may_retry:
                     continue  # others were named meanwhile
                 del self._fetches[fetch.order.name]
             break
         self._tell(outcome)
 
-    def _clean(self, fetch: Fetch) -> None:
+    def _clean(self, fetch: VersionFetch) -> None:
         """Keeps a failed version's chunks for the next order, unless it was dropped or the store refuses them."""
         name = fetch.order.name
         with self._lock:
@@ -196,15 +193,15 @@ class Relay:
             del self._holdings[name]
         holding.end(f"{name} is given up")
 
-    def _outcome(self, fetch: Fetch, began_s: float) -> Outcome:
+    def _outcome(self, fetch: VersionFetch, began_s: float) -> Outcome:
         name, culprits = fetch.order.name, fetch.culprits
         try:
             fetch.run()
         except TransferFailed as error:
-            return Failed(name, str(error), tuple(sorted(culprits)))
+            return FetchFailed(name, str(error), tuple(sorted(culprits)))
         except Exception as error:  # a bug, or a disk that fails: whoever has ordered it must not wait for ever
             log.exception("relay: %s", name)
-            return Failed(name, described(error), tuple(sorted(culprits)))
+            return FetchFailed(name, described(error), tuple(sorted(culprits)))
         return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
 
     def _hold(self, manifest: Manifest) -> Holding:

@@ -123,9 +123,9 @@ class Serving:
             follower.check()
         return holding
 
-    def _attached(self, stream: Stream, wanted: Sequence[str]) -> Sender | None:
+    def _attached(self, stream: Stream, numbers: Sequence[str]) -> Sender | None:
         """Returns the first common transport that works; None: TCP, on the stream itself."""
-        for name in wanted:
+        for name in numbers:
             if name == TCP:
                 return None
             make = self._senders.get(name)
@@ -163,12 +163,12 @@ class Serving:
                     follower.stream.send(Kind.AWAITED, {"here": seen})
                     told_s = now_s
                 continue
-            wanted = [number for number in come if number in left]
+            numbers = [number for number in come if number in left]
             seen += len(come)
-            pieces = list(way.pieces(wanted))
+            pieces = list(way.pieces(numbers))
             for at, (first, count) in enumerate(pieces, start=1):
                 self._send_piece(way, follower, first, count, more=at < len(pieces))
-            left.difference_update(wanted)
+            left.difference_update(numbers)
             heard_s = told_s = time.monotonic()
 
     def _send_piece(self, way: "_Way", follower: "_Follower", first: int, count: int, more: bool) -> None:

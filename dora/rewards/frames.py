@@ -20,7 +20,6 @@ ANSWER_MAX_BYTES: Final = 128 << 10  # of a user process's answer: twice the lar
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Encodes one frame."""
     body = msgpack.packb(message, unicode_errors="surrogatepass")  # a prompt in JSON may hold half a character
     return _LENGTH.pack(len(body)) + body
 

@@ -65,7 +65,7 @@ def _yields(function: UserFunction) -> bool:
     return any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)
 
 
-class Caller:
+class FunctionRunner:
     """Calls one function. Awaits the result of an ``async def`` in one event loop for all calls."""
 
     def __init__(self, function: UserFunction) -> None:

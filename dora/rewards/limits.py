@@ -84,7 +84,6 @@ class Usage:
         self._all_wait_s = ALL_LOOK_S
 
     def begin(self) -> None:
-        """Starts the clock of a call."""
         now_s = time.monotonic()
         self._look_s, self._all_look_s, self._all_wait_s = now_s + LOOK_S, now_s + ALL_LOOK_S, ALL_LOOK_S
 
@@ -177,7 +176,6 @@ def _statm_bytes(process_id: int) -> tuple[int, int]:
 
 
 def _sum_bytes(process_id: int, file: str, names: tuple[str, ...]) -> int:
-    """Returns the sum of these lines of a file of proc(5), which are in kB."""
     try:
         lines = Path(f"/proc/{process_id}/{file}").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:  # it has ended

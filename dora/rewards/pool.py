@@ -181,7 +181,7 @@ class _Process:
         self._calls = supervisor.stdin
         self._answers = supervisor.stdout
         self._used_up = False
-        self._asked = False
+        self._has_called = False
         self._lasted_s = 0.0  # duration of the answered calls of the last request
 
     @classmethod
@@ -222,7 +222,7 @@ class _Process:
         """
         calls = [(job.ticket, job.frame) for job in jobs]
         self._lasted_s = 0.0
-        is_first, self._asked = not self._asked, True
+        is_first, self._has_called = not self._has_called, True
         await self._exchange(frames.encode({CALLS: calls, "timeout_s": timeout_s}), jobs, timeout_s, is_first)
         return self._lasted_s
 
@@ -258,12 +258,12 @@ class _Process:
         with contextlib.suppress(ConnectionError):  # it has ended, which the missing answer shows
             self._calls.write(frame)
             await self._calls.drain()
-        asked = len(jobs)
+        sent = len(jobs)
         while jobs and not self._used_up:
             reply = await frames.read_async(self._answers, frames.ANSWER_MAX_BYTES)
             if reply is None:
                 code = await self._supervisor.wait()
-                if not code and (len(jobs) < asked or not is_first):  # between two calls; the next one was not made
+                if not code and (len(jobs) < sent or not is_first):  # between two calls; the next one was not made
                     return
                 raise _Failure(f"ended its keeper (exit code {code})" if code else "ended its process before this call")
             if reply.pop(TICKET, None) != jobs[0].ticket:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from dora.rewards import frames
 from dora.rewards.frames import ENDED, TICKET
-from dora.rewards.function import Caller, Kind, UserFunction, load_function
+from dora.rewards.function import FunctionRunner, Kind, UserFunction, load_function
 from dora.rewards.limits import UserLimits
 from dora.rewards.verdict import Describe, Message, decision, described, verdict
 from dora.system.prefixed_output import prefix_output
@@ -47,7 +47,7 @@ def serve_calls(
         return
     send({"ready": True, TICKET: b""})
     answer: Callable[[UserFunction, Message, Tokenizer | None, Describe], Message]
-    answer, caller = (kept if kind == "filter" else outcome), Caller(function)
+    answer, caller = (kept if kind == "filter" else outcome), FunctionRunner(function)
     with open(calls_fd, "rb", closefd=False) as calls:
         while (call := frames.read(calls)) is not None:
             name = call.get("name") or spec

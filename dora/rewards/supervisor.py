@@ -232,14 +232,14 @@ def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int
 
 def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int) -> None:
     """Passes calls on, and answers calls that came together in one frame unless one of them takes long."""
-    asked = 0
+    sent = 0
     with open(service_in, "rb", closefd=False) as calls, open(service_out, "wb", closefd=False) as answers:
 
         def exchange(frame: bytes, ticket: bytes, limit_s: float) -> bool:
             began_s = time.monotonic()
             try:
                 message = user.ask(frame, ticket, limit_s, answers.flush)
-                if asked and (reason := user.usage.after()):
+                if sent and (reason := user.usage.after()):
                     _log(f"{spec} {reason}: its process is replaced\n".encode())
                     message[ENDED] = True
             except Ended as error:
@@ -261,7 +261,7 @@ def _pass_calls(user: UserProcess, spec: str, service_in: int, service_out: int)
                     if time.monotonic() - flushed_s > ANSWER_WAITS_S:
                         answers.flush()
                         flushed_s = time.monotonic()
-                    asked += 1
+                    sent += 1
                     if not exchange(frame, ticket, batch["timeout_s"]):
                         return
             except Ended:  # between two calls; the service starts another keeper for its next one

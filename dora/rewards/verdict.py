@@ -90,7 +90,6 @@ def _decision(result: object) -> Message:
 
 
 def _finite(value: object) -> float | None:
-    """Returns a finite number as a float; None for anything else."""
     number = _scalar(value)
     if not isinstance(number, numbers.Real | Decimal):
         return None

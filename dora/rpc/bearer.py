@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from dora.errors import MISSING
 from dora.rpc.access import certified, check_certificate, may_call, token_for
 from dora.rpc.errors import PermissionDenied, Unauthenticated
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.tls.certificate import Holder
 
 READS = "Operator/GetStatus"  # what a scraper does, as a method in ``access``
@@ -20,7 +20,7 @@ def bearer_of(authorization: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def check_bearer(method: str, holder: Holder | None, token: str, tokens: Tokens | None) -> None:
+def check_bearer(method: str, holder: Holder | None, token: str, tokens: ServiceTokens | None) -> None:
     """Raises Unauthenticated and PermissionDenied unless the caller may do what ``method`` does. ``holder``: of its
     certificate; None: it has shown none. ``tokens``: those that count; None: no token does.
     """

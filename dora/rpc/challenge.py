@@ -19,7 +19,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import proof
 from dora.rpc.access import name_of, token_for
 from dora.rpc.errors import Unauthenticated
-from dora.rpc.roles import Caller, Tokens
+from dora.rpc.roles import Caller, ServiceTokens
 
 FRESH_S: Final = 30.0  # from a challenge to the first call of its session
 SESSIONS_MAX: Final = 16384
@@ -50,7 +50,7 @@ class _Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class ProvenCall:
     """A caller that has proved its token, for one call."""
 
     caller: Caller
@@ -60,18 +60,17 @@ class Admitted:
 
 
 def authorization_of(metadata: Any) -> str:
-    """Returns the credential of a call; empty: it has none."""
-    given = ""
+    found = ""
     for key, value in metadata or ():
         if key == proof.AUTHORIZATION:
-            given = value if isinstance(value, str) else value.decode(errors="replace")
-    return given
+            found = value if isinstance(value, str) else value.decode(errors="replace")
+    return found
 
 
 class Challenges:
     """Belongs to one incarnation of a service."""
 
-    def __init__(self, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokens: ServiceTokens, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokens = tokens
         self._clock = clock
         self._incarnation = secrets.token_bytes(32)
@@ -87,14 +86,14 @@ class Challenges:
         ]
         return pb.ChallengeReply(nonce=nonce, proofs=proofs)
 
-    def admit(self, metadata: Any, method: str) -> Admitted:
+    def admit(self, metadata: Any, method: str) -> ProvenCall:
         """Returns the caller of a call. Raises Unauthenticated for no proof, a wrong, an old or a used one, and
         LimitExceeded for too many new sessions.
         """
-        given = authorization_of(metadata)
-        if not given:
+        found = authorization_of(metadata)
+        if not found:
             raise Unauthenticated("token", MISSING, token_for(name_of(method)))
-        credential = proof.Credential.parsed(given)
+        credential = proof.Credential.parsed(found)
         if credential is None:
             why = "is a token in the clear, which this release takes from no client"
             raise Unauthenticated(proof.AUTHORIZATION, "(not shown)", "a proof: see Access in dora.proto", why)
@@ -105,7 +104,7 @@ class Challenges:
             if hmac.compare_digest(credential.proof, proof.call_proof(session, method, credential.number)):
                 self._use(credential)
                 answer = proof.answer_proof(session, method, credential.number)
-                return Admitted(key.caller, session, answer, key.is_ended)
+                return ProvenCall(key.caller, session, answer, key.is_ended)
         raise Unauthenticated("token", "(wrong)", token_for(name_of(method)))
 
     def _use(self, credential: proof.Credential) -> None:

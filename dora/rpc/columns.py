@@ -95,7 +95,6 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
 
 
 def _begins(counts: Column) -> tuple[Column, int]:
-    """Returns the start of each span, and the end of the last one."""
     reached = np.cumsum(counts)
     return reached - counts, int(reached[-1]) if len(reached) else 0
 

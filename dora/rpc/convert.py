@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dora.data.trajectory import DECLARED, Decoder, Trajectory, TrajectoryGroup
-from dora.data.trajectory_fields import ExpertArray, Kind, expert_rows, own_array
+from dora.data.trajectory_fields import ExpertArray, ValueKind, expert_rows, own_array
 from dora.data.types import (
     NO_KV,
     Arrival,
@@ -141,13 +141,13 @@ def request_to_wire(request: RequestSpec) -> pb.StartRequest:
         output_token_ids=_bytes(request.output_token_ids, _INT32),
         logprobs=_bytes(request.logprobs, _FLOAT32),
         keeps=request.keeps,
-        given=[bound for run in request.given for bound in run],
+        given=[bound for run in request.inputs for bound in run],
         prompt_logprobs=request.prompt_logprobs,
     )
 
 
 def request_from_wire(message: pb.StartRequest) -> RequestSpec:
-    """Raises InvalidValue if the numbers of outputs and logprobs differ, or given runs are not among the outputs."""
+    """Raises InvalidValue if the numbers of outputs and logprobs differ, or input runs are not among the outputs."""
     outputs, logprobs = _tokens_and_logprobs(message.output_token_ids, message.logprobs, "output_token_ids")
     bounds = list(message.given)
     if len(bounds) % 2 or bounds != sorted(set(bounds)) or (bounds and bounds[-1] > len(outputs)):
@@ -160,7 +160,7 @@ def request_from_wire(message: pb.StartRequest) -> RequestSpec:
         output_token_ids=outputs,
         logprobs=logprobs,
         keeps=message.keeps,
-        given=tuple(zip(bounds[::2], bounds[1::2], strict=True)),
+        inputs=tuple(zip(bounds[::2], bounds[1::2], strict=True)),
         prompt_logprobs=message.prompt_logprobs,
     )
 
@@ -304,7 +304,7 @@ def _tokens_and_logprobs(tokens: bytes, logprobs: bytes, name: str) -> tuple[tup
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FieldForm:
     """Writes values of one kind to the message's field of the same name, and reads them from it."""
 
     write: Callable[[Any], Any]
@@ -322,8 +322,10 @@ class OwnForm:
     read: Callable[[pb.Trajectory], Any]
 
 
-def _array_form(dtype: np.dtype[Any]) -> Form:
-    return Form(lambda array: np.asarray(array, dtype).tobytes(), lambda content, name: _array(content, dtype, name))
+def _array_form(dtype: np.dtype[Any]) -> FieldForm:
+    return FieldForm(
+        lambda array: np.asarray(array, dtype).tobytes(), lambda content, name: _array(content, dtype, name)
+    )
 
 
 def _stop_from_wire(message: pb.Trajectory) -> str | int | None:
@@ -346,27 +348,31 @@ def _routing_from_wire(message: pb.Trajectory) -> ExpertArray | None:
     return expert_rows(routed.expert_ids, routed.layers, routed.top_k, routed.id_bytes)
 
 
-UNCHANGED: Final = (Kind.PLAIN, Kind.NUMBER)  # the same on both sides
-ARRAY_DTYPES: Final[Mapping[Kind, np.dtype[Any]]] = {Kind.INT32: _INT32, Kind.FLOAT32: _FLOAT32, Kind.UINT8: _UINT8}
-FORMS: Final[Mapping[Kind, Form]] = {
+UNCHANGED: Final = (ValueKind.PLAIN, ValueKind.NUMBER)  # the same on both sides
+ARRAY_DTYPES: Final[Mapping[ValueKind, np.dtype[Any]]] = {
+    ValueKind.INT32: _INT32,
+    ValueKind.FLOAT32: _FLOAT32,
+    ValueKind.UINT8: _UINT8,
+}
+FORMS: Final[Mapping[ValueKind, FieldForm]] = {
     **{kind: _array_form(dtype) for kind, dtype in ARRAY_DTYPES.items()},
-    Kind.NUMBERS: Form(dict, lambda values, _: dict(values)),
-    Kind.SAMPLING: Form(sampling_to_wire, lambda message, _: sampling_from_wire(message)),
-    Kind.SAMPLINGS: Form(
+    ValueKind.NUMBERS: FieldForm(dict, lambda values, _: dict(values)),
+    ValueKind.SAMPLING: FieldForm(sampling_to_wire, lambda message, _: sampling_from_wire(message)),
+    ValueKind.SAMPLINGS: FieldForm(
         lambda samplings: {key: sampling_to_wire(value) for key, value in samplings.items()},
         lambda messages, _: {key: sampling_from_wire(message) for key, message in messages.items()},
     ),
-    Kind.SEGMENTS: Form(
+    ValueKind.SEGMENTS: FieldForm(
         lambda segments: list(map(segment_to_wire, segments)),
         lambda messages, _: tuple(map(segment_from_wire, messages)),
     ),
-    Kind.EVENTS: Form(
+    ValueKind.EVENTS: FieldForm(
         lambda events: list(map(event_to_wire, events)), lambda messages, _: tuple(map(event_from_wire, messages))
     ),
 }
-OWN_FORMS: Final[Mapping[Kind, OwnForm]] = {
-    Kind.STOP: OwnForm(stop_reason_to_wire, _stop_from_wire),
-    Kind.EXPERTS: OwnForm(_routing_to_wire, _routing_from_wire),
+OWN_FORMS: Final[Mapping[ValueKind, OwnForm]] = {
+    ValueKind.STOP: OwnForm(stop_reason_to_wire, _stop_from_wire),
+    ValueKind.EXPERTS: OwnForm(_routing_to_wire, _routing_from_wire),
 }
 _PLAIN: Final = tuple(name for name, each in DECLARED.items() if each.kind in UNCHANGED)
 _CONVERTED: Final = tuple((name, FORMS[each.kind]) for name, each in DECLARED.items() if each.kind in FORMS)

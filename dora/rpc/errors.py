@@ -70,7 +70,6 @@ _DRAIN_S: Final = 30.0
 
 
 def status_of(error: DoraError) -> grpc.StatusCode:
-    """Returns the gRPC status of ``error``."""
     if isinstance(error, ServiceUnavailable):
         return grpc.StatusCode.UNAVAILABLE
     for kind, status in _STATUS:

@@ -20,7 +20,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type s
 
 from dora.errors import MISSING, DoraError, InvalidValue
 from dora.rpc.access import caller_by, check_certificate, may_call, name_of, token_for
-from dora.rpc.challenge import Admitted, Challenges, authorization_of
+from dora.rpc.challenge import Challenges, ProvenCall, authorization_of
 from dora.rpc.channel import MAX_MESSAGE_BYTES, connections_most
 from dora.rpc.errors import (
     ErrorInterceptor,
@@ -32,14 +32,14 @@ from dora.rpc.errors import (
     abort,
 )
 from dora.rpc.proof import ANSWER_KEY, CHALLENGE, NONCE_BYTES, NONCE_KEY, WORKER_KEY, bytes_of, text_of
-from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, Tokens
+from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, ServiceTokens
 from dora.rpc.room import Room
 from dora.system.memory import give_back_memory
 from dora.tls.certificate import Holder, holder_of
 
 SMALL_BYTES: Final = 64 << 10  # of a message with only names and numbers
 COMMIT_BYTES: Final = 4 << 20  # of a commit with its file names and canary, and of many prompts' ids
-TURN_BYTES: Final = 4 << 20  # of a turn with its given tokens
+TURN_BYTES: Final = 4 << 20  # of a turn with its environment tokens
 WORKER_BYTES: Final = 16 << 20  # of a worker's message: the tokens of one report
 LARGE_AT_ONCE: Final = 2  # messages of one service that are being read, or are large and not yet answered
 UPLOADS_AT_ONCE: Final = 4  # that are being read; further ones wait, unread
@@ -60,8 +60,6 @@ Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one method."""
-
     message_bytes: int = SMALL_BYTES
     is_upload: bool = False
 
@@ -86,7 +84,7 @@ class Counter:
             self._open -= 1
 
 
-class Pool:
+class CallLimits:
     """The limits of open calls and memory of one service's callers."""
 
     def __init__(self, role: Role) -> None:
@@ -96,7 +94,7 @@ class Pool:
 
 
 def server_interceptors(
-    tokens: Tokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None, domain: str = ""
+    tokens: ServiceTokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None, domain: str = ""
 ) -> Sequence[ServerInterceptor]:
     """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
 
@@ -109,11 +107,11 @@ def server_interceptors(
 class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
-    def __init__(self, tokens: Tokens, max_message_bytes: int, room: Room, domain: str) -> None:
+    def __init__(self, tokens: ServiceTokens, max_message_bytes: int, room: Room, domain: str) -> None:
         self._domain = domain
         self.challenges = Challenges(tokens)
         self._room = room
-        self._pools = {role: Pool(role) for role in CALLS_AT_ONCE}
+        self._pools = {role: CallLimits(role) for role in CALLS_AT_ONCE}
         self._limits = {
             "Submit": Limits(max_message_bytes),
             "Evaluate": Limits(max_message_bytes),
@@ -145,7 +143,7 @@ class AccessInterceptor(ServerInterceptor):
             self._guarded(answer, method, metadata, pool), response_serializer=_serializer(handler)
         )
 
-    def _guarded(self, answer: Behaviour, method: str, metadata: Any, pool: Pool) -> Behaviour:
+    def _guarded(self, answer: Behaviour, method: str, metadata: Any, pool: CallLimits) -> Behaviour:
         """Returns ``answer`` for a caller that is known and may call the method, counted among its service's open
         calls, after the service's proof.
         """
@@ -175,38 +173,37 @@ class AccessInterceptor(ServerInterceptor):
 
         return behaviour
 
-    def _admitted(self, method: str, metadata: Any, holder: Holder | None) -> Admitted:
+    def _admitted(self, method: str, metadata: Any, holder: Holder | None) -> ProvenCall:
         """Returns the caller: of its token, or of its certificate alone. Raises Unauthenticated and LimitExceeded."""
         if holder is not None and not authorization_of(metadata):
             caller = caller_by(holder, name_of(method))
             if caller is not None:
-                return Admitted(caller, b"", b"", False)
+                return ProvenCall(caller, b"", b"", False)
         return self.challenges.admit(metadata, method)
 
     def _challenged(self, metadata: Any) -> Behaviour:
         """Answers a challenge from its metadata alone, so that callers who send no message hold nothing here."""
 
         async def answer(_: Any, context: ServicerContext) -> AsyncIterator[bytes]:
-            given = {key: value for key, value in metadata or () if key in (NONCE_KEY, WORKER_KEY)}
+            own = {key: value for key, value in metadata or () if key in (NONCE_KEY, WORKER_KEY)}
             try:
-                nonce = bytes_of(str(given.get(NONCE_KEY, "")))
+                nonce = bytes_of(str(own.get(NONCE_KEY, "")))
             except ValueError:
                 nonce = b""
             if len(nonce) != NONCE_BYTES:
                 await abort(context, InvalidValue(NONCE_KEY, "(not shown)", f"{NONCE_BYTES} random bytes in base64"))
             self._room.challenged(context.peer())
-            yield self.challenges.answer(nonce, unquote(str(given.get(WORKER_KEY, "")))).SerializeToString()
+            yield self.challenges.answer(nonce, unquote(str(own.get(WORKER_KEY, "")))).SerializeToString()
 
         return answer
 
 
 def _holder(context: ServicerContext, domain: str) -> Holder | None:
-    """Returns the holder of the certificate that the connection's client has shown; None: it has shown none."""
     shown = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
     return holder_of(shown, domain) if shown else None
 
 
-def _check(admitted: Admitted, method: str, holder: Holder | None) -> None:
+def _check(admitted: ProvenCall, method: str, holder: Holder | None) -> None:
     """Raises Unauthenticated for a token or certificate that is not valid any more, PermissionDenied for one of
     another role. If the caller has both, both must permit the method.
     """
@@ -219,12 +216,11 @@ def _check(admitted: Admitted, method: str, holder: Holder | None) -> None:
 
 
 def _serializer(handler: Any) -> Callable[[Any], bytes]:
-    """Returns the serializer of a method's replies; bytes are already whole messages."""
     serialize = handler.response_serializer
     return lambda reply: reply if isinstance(reply, bytes) else serialize(reply)
 
 
-def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
+def _answering(handler: Any, pool: CallLimits, limits: Limits) -> Behaviour:
     """Handles a call of any kind as a stream of bytes, and reads at once no more than the pool allows.
 
     It reads through the context: gRPC's own iterator keeps the last message until garbage collection.
@@ -263,7 +259,6 @@ def _answering(handler: Any, pool: Pool, limits: Limits) -> Behaviour:
 
 
 async def _only(context: ServicerContext, most_bytes: int) -> bytes:
-    """Returns a unary call's message. Raises InvalidValue if none comes in time."""
     limit_s = SMALL_S if most_bytes <= SMALL_BYTES else LARGE_S
     try:
         async with asyncio.timeout(limit_s):

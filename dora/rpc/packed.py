@@ -46,9 +46,9 @@ class PackedGroup(TrajectoryGroup):
         """``tokens``: for each response, its TOKENs; they must not change. Raises InvalidValue if malformed."""
         responses = len(message.trajectory_ids)
         for name, is_rare in LENGTHS:
-            given = len(getattr(message, name))
-            if given != responses and (given or not is_rare):
-                raise InvalidValue(f"group {message.group_id}: {name}", given, f"one of each of {responses} responses")
+            count = len(getattr(message, name))
+            if count != responses and (count or not is_rare):
+                raise InvalidValue(f"group {message.group_id}: {name}", count, f"one of each of {responses} responses")
         if sum(message.segments) != len(message.worker_history):
             allowed = f"{sum(message.segments)}, as segments say"
             raise InvalidValue(f"group {message.group_id}: worker_history", len(message.worker_history), allowed)
@@ -68,7 +68,6 @@ class PackedGroup(TrajectoryGroup):
 
     @cached_property
     def trajectories(self) -> tuple[Trajectory, ...]:
-        """Created on first access."""
         return tuple(self._trajectories())
 
     def __len__(self) -> int:

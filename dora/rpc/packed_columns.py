@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from dora.data.trajectory import DECLARED, Trajectory
-from dora.data.trajectory_fields import Declared, Kind, Packing
+from dora.data.trajectory_fields import Declared, Packing, ValueKind
 from dora.data.types import SamplingParams, Segment
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -31,7 +31,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class PackedColumn:
     """The form of one field of all responses in ``pb.PackedGroup``.
 
     ``write`` converts the values, one for each response, to the message's fields, and ``read`` back. ``lengths``:
@@ -46,7 +46,7 @@ class Column:
     is_rare: bool = False
 
 
-def _column_of(name: str, declared: Declared) -> Column:
+def _column_of(name: str, declared: Declared) -> PackedColumn:
     """Raises KeyError for a kind without a column form."""
     if declared.packing is Packing.SAME:
         return _same(name, declared.kind)
@@ -56,7 +56,7 @@ def _column_of(name: str, declared: Declared) -> Column:
     to_wire, from_wire = _VALUES[declared.kind]
     if declared.packing is Packing.RARE:
         return _rare(column, to_wire, from_wire, declared.empty or str)
-    return Column(
+    return PackedColumn(
         write=lambda values: {column: values if to_wire is None else list(map(to_wire, values))},
         read=lambda message: (
             getattr(message, column) if from_wire is None else map(from_wire, getattr(message, column))
@@ -65,15 +65,14 @@ def _column_of(name: str, declared: Declared) -> Column:
     )
 
 
-def _same(name: str, kind: Kind) -> Column:
-    """One value for all responses."""
+def _same(name: str, kind: ValueKind) -> PackedColumn:
     to_wire, from_wire = _VALUES[kind]
 
     def read(message: pb.PackedGroup) -> Iterator[Any]:
         value = getattr(message, name)
         return repeat(value if from_wire is None else from_wire(value))
 
-    return Column(
+    return PackedColumn(
         write=lambda values: {name: values[0] if to_wire is None else to_wire(values[0])},
         read=read,
         fits=lambda values: all(equal(value, values[0]) for value in values),
@@ -81,7 +80,7 @@ def _same(name: str, kind: Kind) -> Column:
     )
 
 
-def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> Column:
+def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> PackedColumn:
     """A value for each response, or no values if all are empty."""
     nothing = empty()
 
@@ -96,7 +95,7 @@ def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, emp
             return iter(empty, _NEVER)
         return values if from_wire is None else map(from_wire, values)
 
-    return Column(write, read, lengths=(column,), is_rare=True)
+    return PackedColumn(write, read, lengths=(column,), is_rare=True)
 
 
 def _seedless(sampling: SamplingParams) -> SamplingParams:
@@ -127,14 +126,19 @@ def _array_values(dtype: np.dtype[Any]) -> tuple[_Convert, _Convert]:
 
 
 _NEVER: Final = object()
-_VALUES: Final[Mapping[Kind, tuple[_Convert | None, _Convert | None]]] = {  # to the wire, and from it; None: unchanged
+_VALUES: Final[
+    Mapping[ValueKind, tuple[_Convert | None, _Convert | None]]
+] = {  # to the wire, and from it; None: unchanged
     **dict.fromkeys(convert.UNCHANGED, (None, None)),
     **{kind: _array_values(dtype) for kind, dtype in convert.ARRAY_DTYPES.items()},
-    Kind.NUMBERS: (lambda numbers: pb.RewardComponents(values=dict(numbers)), lambda message: dict(message.values)),
-    Kind.STOP: (_stop_to_wire, _stop_from_wire),
+    ValueKind.NUMBERS: (
+        lambda numbers: pb.RewardComponents(values=dict(numbers)),
+        lambda message: dict(message.values),
+    ),
+    ValueKind.STOP: (_stop_to_wire, _stop_from_wire),
 }
 _OWN_COLUMNS: Final = {
-    Kind.SAMPLING: Column(  # of all responses, except their seeds
+    ValueKind.SAMPLING: PackedColumn(  # of all responses, except their seeds
         write=lambda values: {
             "sampling": convert.sampling_to_wire(values[0]),
             "seeds": [sampling.seed for sampling in values],
@@ -143,7 +147,7 @@ _OWN_COLUMNS: Final = {
         fits=lambda values: all(_seedless(sampling) == _seedless(values[0]) for sampling in values),
         lengths=("seeds",),
     ),
-    Kind.SEGMENTS: Column(
+    ValueKind.SEGMENTS: PackedColumn(
         write=lambda values: {
             "segments": list(map(len, values)),
             "worker_history": [convert.segment_to_wire(segment) for segments in values for segment in segments],

@@ -52,7 +52,6 @@ def owner_key_of(root: bytes) -> bytes:
 
 
 def key_of(token: str) -> bytes:
-    """Returns the key of a random token."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -67,7 +66,6 @@ def holder_of_worker(worker_id: str) -> str:
 
 
 def service_proof(key: bytes, client_nonce: bytes, service_nonce: bytes) -> bytes:
-    """Returns the service's proof that it holds ``key``."""
     return _mac(key, b"service", client_nonce, service_nonce)
 
 

@@ -43,7 +43,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
-class Session:
+class ProvenSession:
     """One session with a service that has proved itself. ``key`` empty: both ends have shown certificates, and the
     client has no token.
     """
@@ -54,20 +54,20 @@ class Session:
     key: bytes
     calls: int = 0
 
-    def credential(self, method: str) -> "Call":
+    def credential(self, method: str) -> "CallProof":
         if not self.key:
-            return Call(self, (), b"")
+            return CallProof(self, (), b"")
         self.calls += 1
         mac = proof.call_proof(self.key, method, self.calls)
         header = proof.Credential(self.holder, self.client_nonce, self.service_nonce, self.calls, mac).header()
-        return Call(self, ((proof.AUTHORIZATION, header),), proof.answer_proof(self.key, method, self.calls))
+        return CallProof(self, ((proof.AUTHORIZATION, header),), proof.answer_proof(self.key, method, self.calls))
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallProof:
     """The metadata of one call, and the proof that its answer must have; empty: the service's certificate is proof."""
 
-    session: Session
+    session: ProvenSession
     metadata: Metadata
     answer: bytes
 
@@ -120,7 +120,7 @@ class Prover:
         """The credentials for a new connection; None: connections are in the clear."""
         return self._credentials.current() if self._credentials is not None else None
 
-    async def challenge(self, channel: grpc.aio.Channel, method: str, timeout_s: float | None = None) -> Session:
+    async def challenge(self, channel: grpc.aio.Channel, method: str, timeout_s: float | None = None) -> ProvenSession:
         """Begins a session for a call of ``method``.
 
         Raises grpc.aio.AioRpcError if nobody answers, Unauthenticated without a token or if the service proves another,
@@ -128,7 +128,7 @@ class Prover:
         """
         self._read_again()
         if not self._token and self.tls is not None and self.tls.cert:
-            return Session("", b"", b"", b"")
+            return ProvenSession("", b"", b"", b"")
         nonce = secrets.token_bytes(proof.NONCE_BYTES)
         metadata: Metadata = ((proof.NONCE_KEY, proof.text_of(nonce)),)
         if self.worker_id:
@@ -153,7 +153,6 @@ class Prover:
         return found
 
     def _read_again(self) -> None:
-        """Takes the token that the file has now, if there is one."""
         if self._file is not None:
             with contextlib.suppress(InvalidValue):  # it is being replaced: the one before may still be valid
                 found = read_token(self._file)
@@ -172,12 +171,12 @@ class Prover:
             return Unauthenticated("address", self.address, allowed, why)
         return Unauthenticated("token", "(wrong)" if self._token else MISSING, token_for(name_of(method)))
 
-    def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> Session | None:
+    def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> ProvenSession | None:
         """The session of the holder whose proof our token gives. The owner's key takes longest, and is tried last."""
         for each in sorted(reply.proofs, key=lambda each: each.holder == proof.OWNER):
             key = proof.holder_key(each.holder, self._token)
             if hmac.compare_digest(each.proof, proof.service_proof(key, nonce, reply.nonce)):
-                return Session(each.holder, nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
+                return ProvenSession(each.holder, nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
         return None
 
 
@@ -198,12 +197,12 @@ class ProvenChannel(grpc.aio.Channel):
         self._reopened = reopened
         self._earlier: deque[grpc.aio.Channel] = deque()  # on which calls may still be open
         self._looked_s = 0.0
-        self._session: Session | None = None
+        self._session: ProvenSession | None = None
         self._asking = asyncio.Lock()
 
     async def begin(
         self, method: str, make: Callable[[Metadata], Any], timeout_s: float | None = None
-    ) -> tuple[Any, Session]:
+    ) -> tuple[Any, ProvenSession]:
         """Makes a call once the service has proved itself. Returns it once its answer has begun with a proof; if that
         cannot come, its status is the connection's.
 
@@ -232,7 +231,7 @@ class ProvenChannel(grpc.aio.Channel):
                 break
         raise self._prover.doubted(method, "its answer has no proof")
 
-    async def credential(self, method: str, timeout_s: float | None = None) -> "Call":
+    async def credential(self, method: str, timeout_s: float | None = None) -> "CallProof":
         """Returns what one call sends, of a session with a service that has proved itself over this connection."""
         async with self._asking:
             is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
@@ -328,12 +327,14 @@ class ProvenChannel(grpc.aio.Channel):
 class ProvenStream:
     """The messages of a call, once its service has proved itself. The call is made at once."""
 
-    def __init__(self, beginning: Coroutine[Any, Any, tuple[Any, Session]], sending: Sending | None = None) -> None:
+    def __init__(
+        self, beginning: Coroutine[Any, Any, tuple[Any, ProvenSession]], sending: Sending | None = None
+    ) -> None:
         self._beginning = asyncio.ensure_future(beginning)
         self._beginning.add_done_callback(self._begun)
         self._sending = sending
         self._call: Any = None
-        self.session: Session | None = None  # once the first message has come
+        self.session: ProvenSession | None = None  # once the first message has come
 
     async def read(self) -> Any:
         """Returns the next message, or EOF. Raises as ``ProvenChannel`` says."""
@@ -358,14 +359,13 @@ class ProvenStream:
         return message
 
     def cancel(self) -> None:
-        """May be repeated."""
         self._end_sending()
         if self._call is not None:
             self._call.cancel()
         elif not self._beginning.cancel() and not self._beginning.cancelled() and not self._beginning.exception():
             self._beginning.result()[0].cancel()
 
-    def _begun(self, beginning: "asyncio.Future[tuple[Any, Session]]") -> None:
+    def _begun(self, beginning: "asyncio.Future[tuple[Any, ProvenSession]]") -> None:
         if beginning.cancelled() or beginning.exception():  # which a reader raises
             self._end_sending()
 

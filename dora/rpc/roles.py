@@ -25,8 +25,6 @@ _ENDED_MAX: Final = 4  # earlier tokens of a worker, to which the service still 
 
 
 class Role(StrEnum):
-    """The role of a caller."""
-
     OWNER = "owner"
     TRAINER = "trainer"
     SUBMITTER = "submitter"
@@ -79,7 +77,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TokenGeneration:
     """An owner's token and those that follow from it."""
 
     of: Mapping[Role, str] = field(repr=False)
@@ -97,29 +95,28 @@ class Generation:
         )
 
 
-class Tokens:
+class ServiceTokens:
     """The tokens of one service. Earlier ones stay valid for an overlap after they were replaced."""
 
     def __init__(self, owner: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """``owner``: the owner's token; empty: a new one. Raises InvalidValue for one that is not printable ASCII."""
         self._clock = clock
-        self._newest = Generation.following(owner or secrets.token_urlsafe(_TOKEN_BYTES))
-        self._replaced: list[tuple[float, Generation]] = []  # each with the end of its overlap, the latest last
+        self._newest = TokenGeneration.following(owner or secrets.token_urlsafe(_TOKEN_BYTES))
+        self._replaced: list[tuple[float, TokenGeneration]] = []  # each with the end of its overlap, the latest last
         self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0
 
     @property
     def of(self) -> Mapping[Role, str]:
-        """The newest token of each role."""
         return self._newest.of
 
-    def replace(self, newest: Generation, overlap_s: float) -> None:
+    def replace(self, newest: TokenGeneration, overlap_s: float) -> None:
         """Makes these tokens the valid ones. Those before stay valid for so long; of many replaced ones, the last."""
         self._replaced.append((self._clock() + overlap_s, self._newest))
         del self._replaced[:-_REPLACED_MAX]
         self._newest = newest
 
-    def _valid(self) -> Iterator[Generation]:
+    def _valid(self) -> Iterator[TokenGeneration]:
         now_s = self._clock()
         self._replaced = [each for each in self._replaced if now_s < each[0]]
         yield self._newest
@@ -141,11 +138,11 @@ class Tokens:
 
     def role_of(self, token: str) -> Role | None:
         """Returns the role of a token in the clear; None: it is no role's, or not valid."""
-        given = token.encode(errors="replace")
+        raw = token.encode(errors="replace")
         found = None
         for generation in self._valid():
             for role, known in generation.of.items():
-                if hmac.compare_digest(given, known.encode()):
+                if hmac.compare_digest(raw, known.encode()):
                     found = role
         return found
 

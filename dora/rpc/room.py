@@ -160,7 +160,6 @@ class Room:
         return [descriptor for each in by_host.values() for descriptor in each]
 
     def _rank(self, descriptor: int) -> tuple[bool, int]:
-        """Orders connections by who is ended first."""
         each = self._sockets[descriptor]
         return each.peer in self._challenged, each.number
 

@@ -48,7 +48,6 @@ def unsealed(order: Order, session: bytes) -> Order:
 def _parts(
     order: pb.WorkerCommand | pb.HostOrder,
 ) -> list[pb.KvSettings | pb.HostWelcome | pb.StartWorker | pb.StopWorker]:
-    """The parts of an order that have secrets."""
     if isinstance(order, pb.WorkerCommand):
         return [order.welcome.kv] if order.HasField("welcome") else []
     kind = order.WhichOneof("kind")

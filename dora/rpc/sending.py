@@ -24,7 +24,6 @@ class Sending:
         return self._each(self._attempt)
 
     def end(self) -> None:
-        """May be repeated."""
         self._attempt += 1
         if self._task is not None:
             self._task.cancel()

@@ -29,7 +29,7 @@ class Orders(Protocol):
     def send(self, message: pb.WorkerMessage) -> None: ...
 
 
-class Voice:
+class Responder:
     """Answers the service that gave a command, even if another one has connected since: their command ids overlap."""
 
     def __init__(self, orders: Orders) -> None:
@@ -55,15 +55,15 @@ class Voice:
         self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=command_id)))
 
 
-V = TypeVar("V", bound=Voice)
+V = TypeVar("V", bound=Responder)
 
 
 class CommandLoop(Generic[V]):
     """``run`` returns at Shutdown or when told to stop. Kinds of commands are added to ``handlers``."""
 
-    def __init__(self, orders: Orders, endpoint: Endpoint, voice: V) -> None:
+    def __init__(self, orders: Orders, endpoint: Endpoint, responder: V) -> None:
         self._orders = orders
-        self._voice = voice
+        self._responder = responder
         self._shutdown = False
         self.endpoint = endpoint
         self.handlers: dict[str, Handler] = {
@@ -110,14 +110,14 @@ class CommandLoop(Generic[V]):
         self._answer(kind or "", outcome)
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
-        self._voice.answer(outcome)
+        self._responder.answer(outcome)
 
     def leave(self) -> None:
         """The service is lost; the member lives on."""
         self.endpoint.leave()
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:
-        granted, voice = self.endpoint.reserve(order), self._voice
+        granted, responder = self.endpoint.reserve(order), self._responder
         if granted is None:
             return None
 
@@ -126,7 +126,7 @@ class CommandLoop(Generic[V]):
             if error is not None:
                 assert isinstance(error, DoraError), error
                 fail("reserve_slot", outcome, error)
-            voice.answer_ahead(outcome)
+            responder.answer_ahead(outcome)
 
         granted.add_done_callback(answer)
         return LATER
@@ -134,24 +134,22 @@ class CommandLoop(Generic[V]):
     def _copy_out(self, order: pb.CopyOut, outcome: pb.WorkerOutcome) -> object:
         target = order.target
         peer = Peer(target.worker_id, target.epoch, target.address, tuple(target.transports))
-        self.endpoint.copy_out(order.request_id, peer, _CopyReply(outcome, self._voice))
+        self.endpoint.copy_out(order.request_id, peer, _CopyReply(outcome, self._responder))
         return LATER
 
 
 class _CopyReply:
-    """The answer to CopyOut."""
-
-    def __init__(self, outcome: pb.WorkerOutcome, voice: Voice) -> None:
+    def __init__(self, outcome: pb.WorkerOutcome, responder: Responder) -> None:
         self._outcome = outcome
-        self._voice = voice
-        self._answer = voice.answer
+        self._responder = responder
+        self._answer = responder.answer
 
     def began(self) -> None:
-        self._voice.began_copy(self._outcome.command_id)
+        self._responder.began_copy(self._outcome.command_id)
 
     def freezes(self) -> None:
-        self._voice.report_tokens()
-        self._answer = self._voice.answer_ahead
+        self._responder.report_tokens()
+        self._answer = self._responder.answer_ahead
 
     def ends(self, copying: Copying, error: DoraError | None) -> None:
         outcome, arrived = self._outcome, copying.arrived

@@ -15,7 +15,6 @@ from dora.rpc import dora_pb2 as pb
 
 
 def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> None:
-    """Makes it the outcome of a command that failed."""
     outcome.ok, outcome.error, outcome.error_kind = False, str(error), _error_kind(command, error)
     if isinstance(error, CanaryMismatch):
         outcome.canary_difference = error.difference

@@ -66,7 +66,7 @@ def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
     return welcome
 
 
-class Link:
+class SessionLink:
     """``begin`` once, then ``take`` commands and ``send`` messages from one other thread, ``close`` at the end.
 
     A broken stream ends the epoch: ``take`` raises. The process then ends, or connects with another link.

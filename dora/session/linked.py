@@ -1,4 +1,4 @@
-"""A worker or a pool as a member: its session is a ``Link``, and a data plane under its epoch."""
+"""A worker or a pool as a member: its session is a ``SessionLink``, and a data plane under its epoch."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.proven import Prover
 from dora.session.commands import CommandLoop
-from dora.session.link import OPEN_TIMEOUT_S, Link, at_host, plane_of
+from dora.session.link import OPEN_TIMEOUT_S, SessionLink, at_host, plane_of
 from dora.session.member import TOLD_TO_END, Member, run_blocking
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
@@ -73,7 +73,7 @@ class LinkedMember(Member):
         """Returns the hello's fields about earlier sessions."""
 
     @abstractmethod
-    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:
+    def loop_of(self, link: SessionLink, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:
         """The command loop: a new one, or the earlier one after a reconnection."""
 
     def step_alone(self) -> bool:
@@ -101,7 +101,7 @@ class LinkedMember(Member):
         self._listener = self._listener or Listener(address.kv_host or local_host(address.orchestrator))
         kv = KvEndpoint(self._listener.address, installed())
         with contextlib.ExitStack() as session:
-            link = Link(self._prover, address.name, self._capability, kv, self.held(), address.host)
+            link = SessionLink(self._prover, address.name, self._capability, kv, self.held(), address.host)
             session.callback(link.close)
             link.begin()
             welcome = self._await_welcome(link)
@@ -134,7 +134,7 @@ class LinkedMember(Member):
             if not self.step_alone():
                 self._stop.wait(IDLE_S)
 
-    def _await_welcome(self, link: Link) -> pb.Welcome | None:
+    def _await_welcome(self, link: SessionLink) -> pb.Welcome | None:
         """None: told to end meanwhile. Raises the service's refusal, or ServiceUnavailable."""
         ends_s = time.monotonic() + OPEN_TIMEOUT_S
         while not self._stop.is_set():

@@ -44,15 +44,15 @@ OWN: Final = {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "NONE"}  # set 
 
 
 def child_environment(
-    passed: Iterable[str] = (), stated: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
+    passed: Iterable[str] = (), stated: Mapping[str, str] | None = None, parent: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Returns the variables for a child process.
 
     ``passed``: names beside the allow-list, where ``*`` stands for any text. ``stated`` overrides what is inherited.
-    ``given``: where to inherit from; default: this process's environment.
+    ``parent``: where to inherit from; default: this process's environment.
     """
     allowed = (*INHERITED, *passed)
-    source = os.environ if given is None else given
+    source = os.environ if parent is None else parent
     inherited = {name: value for name, value in source.items() if _matches(name, allowed) and name not in SECRETS}
     return {**inherited, **(stated or {})}
 
@@ -89,9 +89,9 @@ def take_handed() -> None:
         os.close(int(number))
 
 
-def left_out(child: Mapping[str, str], given: Mapping[str, str] | None = None) -> list[str]:
+def left_out(child: Mapping[str, str], parent: Mapping[str, str] | None = None) -> list[str]:
     """Returns the notable variables of this process that ``child`` lacks, or has with another value; sorted."""
-    source = os.environ if given is None else given
+    source = os.environ if parent is None else parent
     return sorted(
         name
         for name, value in source.items()

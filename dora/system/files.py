@@ -30,7 +30,6 @@ def try_folder(folder: Path) -> None:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder itself, or the nearest folder above it that exists."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
 

@@ -19,9 +19,9 @@ def interface_of(address: str) -> str:
         found = str(socket.getaddrinfo(address.strip("[]"), None)[0][4][0])
     except OSError:
         return ""
-    wanted = {found, "127.0.0.1"} if found.startswith("127.") else {found}
+    sought = {found, "127.0.0.1"} if found.startswith("127.") else {found}
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] in wanted for each in addresses):
+        if any(each.address.partition("%")[0] in sought for each in addresses):
             return name
     return ""
 

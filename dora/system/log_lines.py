@@ -44,5 +44,4 @@ class JsonLines(logging.Formatter):
 
 
 def formatter_of(log_format: str) -> logging.Formatter:
-    """The formatter of the setting ``service.log_format``."""
     return JsonLines() if log_format == JSON else logging.Formatter(TEXT)

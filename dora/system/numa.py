@@ -109,12 +109,12 @@ def _prefer(nodes: Iterable[int]) -> None:
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         return
-    bits, wanted = 8 * ctypes.sizeof(ctypes.c_ulong), sorted(nodes)
+    bits, chosen = 8 * ctypes.sizeof(ctypes.c_ulong), sorted(nodes)
     mask = (ctypes.c_ulong * (_NODES_MAX // bits))()
-    for node in wanted:
+    for node in chosen:
         mask[node // bits] |= 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    mode = _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY
+    mode = _PREFERRED if len(chosen) == 1 else _PREFERRED_MANY
     if libc.syscall(number, mode, mask, ctypes.c_ulong(_NODES_MAX + 1)):
         error = ctypes.get_errno()
         raise OSError(error, f"set_mempolicy: {os.strerror(error)}")

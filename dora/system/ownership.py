@@ -12,8 +12,6 @@ from pathlib import Path
 
 
 class Lock(Enum):
-    """The result of locking a file."""
-
     HELD = "by us"
     TAKEN = "by another process"
     UNKNOWN = "this file system has no locks"
@@ -40,7 +38,7 @@ def hold_new(file: Path, content: str = "") -> int:
     return descriptor
 
 
-class Held:
+class OwnerLocks:
     """The locks of a folder's owner: of its lock file, and of the folder itself, which nobody can remove and make anew
     while its content stays.
     """
@@ -50,13 +48,12 @@ class Held:
         self.place = _place(os.fstat(descriptors[0]))  # of the lock file: a copy of the folder has another one
 
     def close(self) -> None:
-        """Releases the locks. May be called again."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = ()
 
 
-def hold(file: Path) -> Held | None:
+def hold(file: Path) -> OwnerLocks | None:
     """Locks a lock file, which is created if it is absent, and its folder. Returns None if another process has one of
     them. The file then names this process.
     """
@@ -73,7 +70,7 @@ def hold(file: Path) -> Held | None:
             with suppress(OSError):  # a full disk; the locks do not depend on it
                 os.ftruncate(descriptors[0], 0)
                 os.pwrite(descriptors[0], f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-            return Held(tuple(descriptors))
+            return OwnerLocks(tuple(descriptors))
     except BaseException:
         _close(descriptors)
         raise
@@ -95,7 +92,6 @@ def is_held(file: Path) -> bool:
 
 
 def owner_of(file: Path) -> str:
-    """Names the process that holds a lock file, for people."""
     try:
         pid, host = file.read_text(encoding="utf-8").split()
         return f"process {int(pid)} on {host}"

@@ -131,19 +131,19 @@ def make_cluster(
         authority = Authority.made(authority_days, now, authority.trusted)
     if not has_one or new_authority:
         authority.write(place)
-    wanted = [(folder / "service", "service", "", (*hosts, *LOOPBACK))]
+    entries = [(folder / "service", "service", "", (*hosts, *LOOPBACK))]
     for role in ("host", "front"):
-        wanted += [(folder / f"{role}-{each.replace(':', '_')}", role, each, (each, *LOOPBACK)) for each in hosts]
-    wanted += [(folder / each, each, "", ()) for each in roles]
+        entries += [(folder / f"{role}-{each.replace(':', '_')}", role, each, (each, *LOOPBACK)) for each in hosts]
+    entries += [(folder / each, each, "", ()) for each in roles]
     if new_authority:  # all must accept the new authority before the first certificate of it is shown
-        for place, *_ in wanted:
+        for place, *_ in entries:
             write_private(place / CA, authority.trusted)
-    for place, role, name, names in wanted:
+    for place, role, name, names in entries:
         cert, key = authority.issue(role, name, names, now, days)
         write_private(place / CA, authority.trusted)
         write_private(place / KEY, key)
         write_private(place / CERT, cert)
-    return [folder / AUTHORITY, *(place for place, *_ in wanted)]
+    return [folder / AUTHORITY, *(place for place, *_ in entries)]
 
 
 def write_private(file: Path, content: bytes) -> None:

@@ -46,7 +46,6 @@ def holder_of(pem: bytes, domain: str = "") -> Holder:
 
 @lru_cache(maxsize=4096)
 def holder_of_der(der: bytes, domain: str = "") -> Holder:
-    """The same for the binary form."""
     from cryptography import x509
 
     return _holder(x509.load_der_x509_certificate(der), domain)
@@ -72,7 +71,6 @@ def _holder(certificate: "x509.Certificate", domain: str) -> Holder:
 
 
 def _of_uri(uri: str, domain: str) -> tuple[str, str] | None:
-    """The role and name of a SPIFFE URI, if it has one."""
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -86,7 +84,6 @@ def _of_uri(uri: str, domain: str) -> tuple[str, str] | None:
 
 
 def _of_dns(name: str, domain: str) -> tuple[str, str] | None:
-    """The role and name of a DNS name, if it has one."""
     labels = name.lower().split(".")
     if MARK not in labels or "*" in name:
         return None

@@ -34,8 +34,8 @@ class Contexts:
         holder = holder_of_der(der, self._domain) if der else None
         if holder is None or not holder.roles & OF_THE_RUN:
             roles = ", ".join(sorted(holder.roles)) if holder is not None else ""
-            given = f"its certificate is for {roles or 'no role'}"
-            raise TransferFailed(f"{given}; KV and weights are for {', '.join(sorted(OF_THE_RUN))}")
+            shown = f"its certificate is for {roles or 'no role'}"
+            raise TransferFailed(f"{shown}; KV and weights are for {', '.join(sorted(OF_THE_RUN))}")
         if not holder.is_valid(datetime.now(UTC)):
             raise TransferFailed("its certificate is not valid now")
 

@@ -63,7 +63,7 @@ class Tls:
         return cls(str(found / CA), *own)
 
     @classmethod
-    def given(cls, folder: str = "", **single: str) -> Self | None:
+    def from_files(cls, folder: str = "", **single: str) -> Self | None:
         """Returns the files that options or variables name: a folder, and single fields, which override the folder's.
         None: no file is named.
 
@@ -82,11 +82,11 @@ class Tls:
         return found
 
     @classmethod
-    def from_environment(cls, given: Mapping[str, str] | None = None) -> Self | None:
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> Self | None:
         """Returns the files that DORA_TLS (a folder), DORA_TLS_CERT, DORA_TLS_KEY and DORA_TLS_CA name; None: none."""
-        source = os.environ if given is None else given
+        source = os.environ if variables is None else variables
         single = {part: source.get(name, "") for part, name in VARIABLES.items()}
-        return cls.given(source.get(FOLDER_VARIABLE, ""), **single)
+        return cls.from_files(source.get(FOLDER_VARIABLE, ""), **single)
 
     def environment(self) -> dict[str, str]:
         """Returns the variables by which a child process has these files."""

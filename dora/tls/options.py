@@ -21,5 +21,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def tls_of(options: argparse.Namespace) -> Tls | None:
     """Returns the files of the options, or of the environment. Raises InvalidValue for some without the others."""
-    given = Tls.given(options.tls, cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
-    return given or Tls.from_environment()
+    tls = Tls.from_files(options.tls, cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca)
+    return tls or Tls.from_environment()

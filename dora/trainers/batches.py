@@ -65,7 +65,6 @@ def packed_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
 
 
 def packed_tokens(rows: Sequence[Row]) -> int:
-    """The packed size of the rows of one group."""
     return len(rows[0].trajectory.prompt_token_ids) + sum(row.trajectory.length_tokens for row in rows)
 
 

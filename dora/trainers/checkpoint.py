@@ -37,16 +37,14 @@ _PREFIX: Final = "step-"
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """The position of a checkpoint in the sequence of steps."""
-
+class CheckpointPosition:
     step: int  # the next step
     reference_version: int
 
 
 def save(
     folder: Path,
-    position: Position,
+    position: CheckpointPosition,
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
     config: Any,
@@ -64,7 +62,7 @@ def save(
 
 
 @contextmanager
-def written(folder: Path, position: Position, replay: bytes = b"") -> Iterator[Path]:
+def written(folder: Path, position: CheckpointPosition, replay: bytes = b"") -> Iterator[Path]:
     """A folder for writing one checkpoint; it gets its name at the end unless an exception was raised.
 
     ``replay``: the content of a replay buffer; none if it is empty. The folder replaces a checkpoint of
@@ -95,21 +93,19 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The checkpoint from which ``step`` continues."""
     return folder / f"{_PREFIX}{step}"
 
 
-def position_of(checkpoint: Path) -> Position:
+def position_of(checkpoint: Path) -> CheckpointPosition:
     """Raises InvalidValue if it is not a checkpoint."""
     found = json_object(checkpoint / STATE_FILE, "checkpoint")
     try:
-        return Position(int(found["step"]), int(found["reference_version"]))
+        return CheckpointPosition(int(found["step"]), int(found["reference_version"]))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidValue(f"checkpoint: {STATE_FILE}", found, "step and reference_version, both integers") from error
 
 
 def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Reads the output of :func:`moments_of`."""
     return load_file(checkpoint / OPTIMIZER_FILE)
 
 

@@ -32,7 +32,6 @@ def rows_to_bytes(rows: Sequence[Row]) -> bytes:
 
 
 def rows_from_bytes(content: bytes) -> list[Row]:
-    """The inverse of :func:`rows_to_bytes`; empty for no bytes."""
     count = int.from_bytes(content[:8], "little")
     advantages = np.frombuffer(content, _ADVANTAGE, count, 8) if count else ()
     message = pb.TrajectoryBatch.FromString(content[8 + count * _ADVANTAGE.itemsize :])

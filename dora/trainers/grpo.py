@@ -34,7 +34,7 @@ from dora.trainers.checkpoint import read_replay
 from dora.trainers.learner import AnyLearner, StepMetrics
 from dora.trainers.options import GrpoConfig, parse_arguments
 from dora.trainers.ranks import Ranks, joined
-from dora.trainers.report import Report, StepReport, alarm_lines, step_json, step_line
+from dora.trainers.report import StepReport, TrainerReport, alarm_lines, step_json, step_line
 from dora.trainers.start import Start, make_learner, start_of
 from dora.trainers.writers import make_writers
 from dora.weights.reference import TensorHeader
@@ -50,7 +50,7 @@ async def train(
     on_step: Callable[[StepReport], None] | None = None,
     ranks: Ranks | None = None,
     make: MakeLearner = make_learner,
-) -> Report:
+) -> TrainerReport:
     """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
 
     torch runs in a thread of its own, so the event loop continues. A version that the workers reject is published again
@@ -91,7 +91,7 @@ async def train(
                     break
             await run.mended(trainer.settled, learner)
             await run.in_thread(ranks.tell, "end")
-    return Report(tuple(reports), time.monotonic() - started_s)
+    return TrainerReport(tuple(reports), time.monotonic() - started_s)
 
 
 def follow(config: GrpoConfig, ranks: Ranks, make: MakeLearner = make_learner) -> None:

@@ -19,7 +19,7 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import Canary
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.trainers.batches import packed_batches
-from dora.trainers.checkpoint import Position, moments_of, save, set_moments
+from dora.trainers.checkpoint import CheckpointPosition, moments_of, save, set_moments
 from dora.trainers.checks import check_group, check_step, vocab_size_of
 from dora.trainers.dealing import dealt, rows_from_bytes, rows_to_bytes
 from dora.trainers.movement import Probe
@@ -325,7 +325,7 @@ class Learner:
     def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None:
         """Writes a checkpoint, once. ``weights``: the result of :meth:`weights`; ``replay``: of a replay buffer."""
         whole_weights = weights if isinstance(weights, Mapping) else checkpoint_of(self.module, self._ranks)
-        position = Position(self.step, reference_version)
+        position = CheckpointPosition(self.step, reference_version)
         save(folder, position, whole_weights, self.moments(), self.module.config, replay)
 
     def set_moments(self, moments: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ _BASE: Final = ".base_layer."
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether it is a model of peft."""
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 

@@ -78,10 +78,10 @@ def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
         help="matrix products in bfloat16: faster, less exact ratios; auto: if the processor supports them natively",
     )
     add_objective(parser)
-    given = parser.parse_args(arguments)
-    autocast = given.autocast == "on" or (given.autocast == "auto" and multiplies_bfloat16())
-    return GrpoConfig(**common_of(given, packing=given.packing, autocast=autocast), device=given.device,
-                      layers=given.layers), given.json  # fmt: skip
+    options = parser.parse_args(arguments)
+    autocast = options.autocast == "on" or (options.autocast == "auto" and multiplies_bfloat16())
+    return GrpoConfig(**common_of(options, packing=options.packing, autocast=autocast), device=options.device,
+                      layers=options.layers), options.json  # fmt: skip
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -133,25 +133,25 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per step instead of a text line")
 
 
-def common_of(given: argparse.Namespace, **learner: Any) -> dict[str, Any]:
+def common_of(options: argparse.Namespace, **learner: Any) -> dict[str, Any]:
     """Fields of GrpoConfig from the options of :func:`add_common` and of the objective, and more ``learner`` fields."""
     config = LearnerConfig(
-        learning_rate=given.lr,
-        objective=objective_of(given),
-        weight_decay=given.weight_decay,
-        grad_norm_max=given.grad_norm_max,
-        micro_batch_tokens=given.micro_batch_tokens,
-        router_replay=given.router_replay,
-        clip_alarm=given.clip_alarm,
+        learning_rate=options.lr,
+        objective=objective_of(options),
+        weight_decay=options.weight_decay,
+        grad_norm_max=options.grad_norm_max,
+        micro_batch_tokens=options.micro_batch_tokens,
+        router_replay=options.router_replay,
+        clip_alarm=options.clip_alarm,
         **learner,
     )
-    token = taken("DORA_TOKEN") if given.token_file is None else Path(given.token_file)
+    token = taken("DORA_TOKEN") if options.token_file is None else Path(options.token_file)
     if isinstance(token, Path):
         read_token(token)  # it is refused before the model is loaded
-    return {name: getattr(given, name) for name in _COMMON} | {
+    return {name: getattr(options, name) for name in _COMMON} | {
         "token": token,
-        "tls": tls_of(given),
-        "rank_timeout_s": given.rank_timeout,
+        "tls": tls_of(options),
+        "rank_timeout_s": options.rank_timeout,
         "learner": config,
     }
 

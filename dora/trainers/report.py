@@ -18,18 +18,16 @@ class StepReport:
     replayed_ids: tuple[str, ...] = ()  # groups of earlier steps that were trained on once more
 
     def numbers(self) -> dict[str, float]:
-        """The metrics and times, for curves."""
         return {**self.metrics.numbers(), "step_s": self.seconds, "waited_s": self.waited_s}
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainerReport:
     steps: tuple[StepReport, ...]
     seconds: float
 
 
 def step_line(report: StepReport) -> str:
-    """A step as one line of text."""
     metrics, signals = report.metrics, report.metrics.signals
     reward, clipped = _shown(signals.reward_mean, ".3f"), _shown(signals.clip_fraction, ".1%")
     ratio_max, effective = _shown(signals.ratio_max, ".3f"), _shown(signals.effective_sample, ".1%")

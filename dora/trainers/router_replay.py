@@ -56,8 +56,8 @@ def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
     name = f"trajectory {trajectory.trajectory_id}: routed_experts"
     if rows.shape[1:] != (shape.layers, shape.top_k):
         allowed = f"{shape.layers} layers of {shape.top_k}, the routers that can be replayed; or disable router replay"
-        given = f"{rows.shape[1]} layers of {rows.shape[2]}"
-        raise Conflict(name, given, allowed, "do not fit the trainer's model")
+        found = f"{rows.shape[1]} layers of {rows.shape[2]}"
+        raise Conflict(name, found, allowed, "do not fit the trainer's model")
     if rows.size and rows.max() >= shape.experts:
         raise InvalidValue(name, int(rows.max()), f"0 to {shape.experts - 1}, the experts of a layer")
 
@@ -76,8 +76,8 @@ def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
 def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] | None:
     """For each trajectory (prompt tokens + n, layers, top_k): the experts of the token at each position, or ``OWN``.
 
-    The response's last token has none, as it was never an input of the engine; nor have given tokens after which a
-    session was broken off. None if no trajectory has any.
+    The response's last token has none, as it was never an input of the engine; nor have environment tokens after which
+    a session was broken off. None if no trajectory has any.
     """
     shape = next((each.routed_experts.shape[1:] for each in trajectories if each.routed_experts is not None), None)
     if shape is None:

@@ -52,7 +52,6 @@ class Signals:
     queued_s: float  # mean time from a response's end until the trainer took it, by the wall clocks of both hosts
 
     def numbers(self) -> dict[str, float]:
-        """By name; finite values only."""
         found = {each.name: float(getattr(self, each.name)) for each in fields(self)}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -89,7 +88,6 @@ class Sums:
         return Sums(**joined)
 
     def signals(self) -> Signals:
-        """The means, shares and quantiles."""
         low, median, high = (self.ratio_quantile(share) for share in (0.01, 0.5, 0.99))
         return Signals(
             tokens_trained=self.tokens,

@@ -126,7 +126,6 @@ def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
 
 
 def _version(attachment: Attachment, version: int, option: str) -> Path:
-    """The folder of a version of the service. Raises Conflict if it is not on this host, or not stored."""
     if attachment.store_folder is not None:
         folder = attachment.store_folder / "versions" / str(version)
         if folder.is_dir():

@@ -142,13 +142,13 @@ def _of_dtype(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> lis
         _refuse(
             folder, f"dtype is {config['dtype']!r}", f"torch_dtype is {config['torch_dtype']!r}", "remove one of them"
         )
-    wanted = _DTYPES.get(str(said))
+    expected = _DTYPES.get(str(said))
     content: dict[str, int] = {}
     for _, tensors in layouts.values():
         for tensor in tensors:
             content[tensor.dtype] = content.get(tensor.dtype, 0) + tensor.content_bytes
     most = max(content, key=lambda dtype: content[dtype], default=None)
-    if wanted is None or most is None or most == wanted or most not in _DTYPES.values():
+    if expected is None or most is None or most == expected or most not in _DTYPES.values():
         return []
     return [f"config.json says {said}, but the weights are {most}: versions are published as {most}"]
 

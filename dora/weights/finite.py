@@ -44,5 +44,4 @@ class FiniteCheck:
 
 
 def not_finite(name: str, dtype: str) -> InvalidValue:
-    """The error for a tensor that :class:`FiniteCheck` rejected."""
     return InvalidValue(f"weights: {name}", "inf or NaN", f"finite in every element, as {dtype}")

@@ -19,7 +19,6 @@ BAD_LOGPROBS: Final = 3  # and for weights that give logprobs that are not finit
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -46,7 +46,6 @@ def held(store: Path, name: str, holder: str) -> Iterator[Path]:
 
 
 def _check_here(store: Path, name: str) -> Path:
-    """The version's folder. Raises NotFound if it is missing or retired."""
     version, _ = parsed_name(name)
     found = store / VERSIONS_FOLDER / str(version)
     if name_of(found) != name or (found / RETIRED_FILE).exists():

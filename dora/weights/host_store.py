@@ -94,7 +94,6 @@ class HostStore:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def versions(self) -> tuple[int, ...]:
-        """The stored versions, ascending."""
         found = (int(entry.name) for entry in self._versions.iterdir() if entry.name.isdigit())
         return tuple(sorted(version for version in found if self._is_live(version)))
 
@@ -215,7 +214,6 @@ class HostStore:
         return receiving
 
     def receiving(self, name: str) -> Receiving | None:
-        """The arriving version of this name."""
         return self._receiving.get(name)
 
     def check_tensors(self, found: Mapping[str, TensorHeader]) -> None:
@@ -347,11 +345,11 @@ class HostStore:
         """Makes version 0 of the model, in place of another model's if needed."""
         model, unfinished = self._versions / "0", self._versions / ".0"
         name = version_name(0, model_digest(self.reference))
-        wanted = {file.name: os.fspath(file.resolve()) for file in self._files_of_reference()}
-        if name_of(model) == name and _links(model) == wanted:
+        expected = {file.name: os.fspath(file.resolve()) for file in self._files_of_reference()}
+        if name_of(model) == name and _links(model) == expected:
             return
         unfinished.mkdir()
-        for link, target in wanted.items():
+        for link, target in expected.items():
             (unfinished / link).symlink_to(target)
         (unfinished / NAME_FILE).write_text(name)
         shutil.rmtree(model, ignore_errors=True)
@@ -382,7 +380,6 @@ class HostStore:
 
 
 def _links(folder: Path) -> dict[str, str]:
-    """The symbolic links in a folder, with their targets; empty if there is no folder."""
     if not folder.is_dir():
         return {}
     return {file.name: os.readlink(file) for file in folder.iterdir() if file.is_symlink()}

@@ -35,7 +35,7 @@ class ImageRefused(Conflict):
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class ImageNote:
     """``blake3``: of the version's one file, in hexadecimal. ``sums``: of its tensors, in the file's order."""
 
     place: Place
@@ -50,7 +50,7 @@ class Note:
         )
 
 
-def write_note(folder: Path, note: Note) -> int:
+def write_note(folder: Path, note: ImageNote) -> int:
     """Writes the note of a version whose file is in ``folder``. Returns a descriptor of it for ``void``."""
     unfinished = folder / f".{NOTE_FILE}"
     descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -79,7 +79,7 @@ def void(descriptor: int) -> bool:
 
 
 @contextmanager
-def noted(folder: Path) -> Iterator[Note | None]:
+def noted(folder: Path) -> Iterator[ImageNote | None]:
     """Yields the note of the version in ``folder``, whose image stays as it is within the context; None: it has none.
 
     Raises ImageRefused for a note that no trainer has written.
@@ -103,7 +103,7 @@ def _is_locked(descriptor: int) -> bool:
     return False
 
 
-def _read(descriptor: int) -> Note | None:
+def _read(descriptor: int) -> ImageNote | None:
     size_bytes = os.fstat(descriptor).st_size
     if not size_bytes:
         return None
@@ -112,7 +112,7 @@ def _read(descriptor: int) -> Note | None:
     try:
         found: dict[str, Any] = json.loads(os.pread(descriptor, size_bytes, 0))
         place, sums = found["place"], bytes.fromhex(found["sums"])
-        note = Note(
+        note = ImageNote(
             place,
             str(found["blake3"]),
             found["image_bytes"],

@@ -11,9 +11,9 @@ START_S: Final = 30.0  # beside the bytes: a busy host, and the canary
 READ_SHARE: Final = 0.8  # of a load's time for its bytes; the rest is for what the engine makes of them
 
 
-def load_limit_s(weights_bytes: int, asked_s: float) -> float:
-    """Returns the time after which a load has failed: ``asked_s``, or more if that is too short for the bytes."""
-    return max(asked_s, START_S + weights_bytes / LEAST_BYTES_PER_S)
+def load_limit_s(weights_bytes: int, requested_s: float) -> float:
+    """Returns the time after which a load has failed: ``requested_s``, or more if that is too short for the bytes."""
+    return max(requested_s, START_S + weights_bytes / LEAST_BYTES_PER_S)
 
 
 class LoadDeadline:
@@ -25,7 +25,6 @@ class LoadDeadline:
         self._loaded_bytes = 0
 
     def left_s(self) -> float:
-        """Returns the time that is left, 0 if none is."""
         return max(0.0, self._limit_s - (self._clock() - self._began_s))
 
     def loaded(self, size_bytes: int) -> None:
@@ -35,7 +34,6 @@ class LoadDeadline:
             raise self.exceeded()
 
     def exceeded(self) -> DeadlineExceeded:
-        """Returns the refusal of this load."""
         took_s = round(self._clock() - self._began_s, 1)
         allowed = (
             f"at most {self._limit_s:g} for {self._weights_bytes:,} bytes, of which {self._loaded_bytes:,} were loaded"

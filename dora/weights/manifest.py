@@ -149,7 +149,6 @@ def parsed_name(name: str) -> tuple[int, str]:
 
 
 def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None = None, base: str = "") -> Manifest:
-    """The manifest of examined files."""
     made, placed = [], []
     for file in files:
         identity, offset = file.identity, file.tensors_at

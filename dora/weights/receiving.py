@@ -86,7 +86,6 @@ class Receiving:
         return self._view(file, index).toreadonly()
 
     def missing(self) -> list[tuple[str, int]]:
-        """Chunks that have not arrived, in the order of the files."""
         return [(name, index) for name, there in self._there.items() for index, found in enumerate(there) if not found]
 
     def take_from(self, base: Path, base_manifest: Manifest) -> int:

@@ -152,30 +152,28 @@ def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHe
 
     Tensors that the configuration determines (``is_derived``) may be there or not.
     """
-    wanted = {tensor.name: tensor for tensor in expected}
-    for name in sorted(found.keys() | wanted.keys()):
-        if is_derived(name, found[name].shape if name in found else wanted[name].shape) and (
-            name not in wanted or name not in found or is_derived(name, wanted[name].shape)
+    required = {tensor.name: tensor for tensor in expected}
+    for name in sorted(found.keys() | required.keys()):
+        if is_derived(name, found[name].shape if name in found else required[name].shape) and (
+            name not in required or name not in found or is_derived(name, required[name].shape)
         ):
             continue
-        if name not in wanted:
+        if name not in required:
             raise InvalidValue(
-                "weights: tensor", name, f"a tensor of the model, such as {min(wanted, default='(none)')}"
+                "weights: tensor", name, f"a tensor of the model, such as {min(required, default='(none)')}"
             )
         if name not in found:
-            if wanted[name].optional:
+            if required[name].optional:
                 continue
-            shape = list(wanted[name].shape)
-            raise InvalidValue(f"weights: {name}", MISSING, f"present, shape {shape}, dtype {wanted[name].dtype}")
-        if found[name].shape != wanted[name].shape:
-            raise InvalidValue(f"weights: {name}: shape", list(found[name].shape), str(list(wanted[name].shape)))
-        if found[name].dtype != wanted[name].dtype:
-            raise InvalidValue(f"weights: {name}: dtype", found[name].dtype, wanted[name].dtype)
+            shape = list(required[name].shape)
+            raise InvalidValue(f"weights: {name}", MISSING, f"present, shape {shape}, dtype {required[name].dtype}")
+        if found[name].shape != required[name].shape:
+            raise InvalidValue(f"weights: {name}: shape", list(found[name].shape), str(list(required[name].shape)))
+        if found[name].dtype != required[name].dtype:
+            raise InvalidValue(f"weights: {name}: dtype", found[name].dtype, required[name].dtype)
 
 
 def _header(file_name: str, text: bytes) -> dict[str, Any]:
-    """The JSON object in the header of a safetensors file."""
-
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
@@ -204,7 +202,6 @@ def _check_metadata(file_name: str, metadata: Any) -> None:
 
 
 def _entry(file_name: str, name: str, entry: Any) -> tuple[TensorHeader, int, int]:
-    """One tensor, and the offsets of its beginning and end."""
     if not name.isprintable() or len(name) > _NAME_CHARACTERS_MAX:
         raise InvalidValue(
             f"{file_name}: tensor", name, f"a printable name of at most {_NAME_CHARACTERS_MAX} characters"

@@ -105,7 +105,6 @@ class WeightStore(HostStore):
         return upload
 
     def _base_of(self, file_name: str, version: int, blake3: bytes) -> Path:
-        """A stored file, by its version and hash. Raises NotFound."""
         for file in self.manifest(version).files:
             if (file.name, file.blake3) == (file_name, blake3):
                 return self.folder(version) / file_name
@@ -219,7 +218,6 @@ class WeightStore(HostStore):
 
     @property
     def header_bytes_max(self) -> int:
-        """The maximum size of the headers of all files of a version."""
         return header_bytes_of(self.reference)
 
     @property
@@ -246,7 +244,6 @@ class WeightStore(HostStore):
             raise InvalidValue("files", sorted(names), "every name once")
 
     def _verified(self, incoming: Path, files: Sequence[WeightFile]) -> list[Examined]:
-        """The files, after checking that they match their announcement and fit the model."""
         examined: list[Examined] = []
         merged: dict[str, TensorHeader] = {}
         for file in files:

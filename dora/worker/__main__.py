@@ -17,7 +17,7 @@ from dora.errors import DoraError
 from dora.kvtransfer.plane import DataPlane, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import check_credentials
-from dora.session.link import Link
+from dora.session.link import SessionLink
 from dora.session.linked import Address, LinkedMember
 from dora.system.environment import taken
 from dora.system.interfaces import restrict_groups
@@ -46,7 +46,7 @@ class WorkerMember(LinkedMember):
     def held(self) -> pb.WorkerHello:
         return pb.WorkerHello() if self._loop is None else self._loop.held()
 
-    def loop_of(self, link: Link, welcome: pb.Welcome, plane: DataPlane) -> EngineLoop:
+    def loop_of(self, link: SessionLink, welcome: pb.Welcome, plane: DataPlane) -> EngineLoop:
         versions = of_store(Path(welcome.weights_folder), self._address.name)
         if self._loop is None:
             self._loop = EngineLoop(self._engine, link, welcome, plane, versions=versions)

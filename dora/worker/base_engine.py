@@ -98,8 +98,8 @@ class BaseEngine(Generic[Live], ABC):
             raise Conflict("request_id", request_id, "a kept request that is not frozen", why)
         after = len(request.output_token_ids) if after is None else after
         check_extension(request, given_token_ids, sampling, self._capability, after)
-        given = tuple(given_token_ids)
-        self._extend(live, request.extended(given, sampling, after=after, prompt_logprobs=prompt_logprobs), after)
+        inputs = tuple(given_token_ids)
+        self._extend(live, request.extended(inputs, sampling, after=after, prompt_logprobs=prompt_logprobs), after)
 
     def request(self, request_id: str) -> RequestSpec:
         return self._so_far(self._find(request_id))
@@ -179,7 +179,7 @@ class BaseEngine(Generic[Live], ABC):
 
     @abstractmethod
     def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
-        """Continues a kept request after this many outputs; ``request`` has the given tokens. If it owes prompt
+        """Continues a kept request after this many outputs; ``request`` has the environment tokens. If it owes prompt
         logprobs, or its KV cannot be cut, that is freed and computed again.
         """
 

@@ -7,12 +7,12 @@ no locks, and nothing is in flight when a request is frozen, exported or importe
 
 A request with ``keeps`` may have several turns. When a turn ends (stop token, stop string, ``max_tokens``, context),
 its delta has the finish reason and the request is *kept*: it has no slot, causes no work, and its KV blocks stay and
-count as used. ``extend`` continues it; given tokens are computed once, after the last sampled token, which has no KV
-until then.
+count as used. ``extend`` continues it; environment tokens are computed once, after the last sampled token, which has no
+KV until then.
 The engine does not give up a kept request's KV: to make room, its owner removes it and later adds it with all its
 tokens.
 
-A kept request may also continue after an earlier output. Its KV is then cut there, and only the given tokens are
+A kept request may also continue after an earlier output. Its KV is then cut there, and only the environment tokens are
 computed. If other requests hold the block of the cut, the block's tokens before the cut are computed again. If the KV
 waits for blocks, if a sliding window has left some of it behind, or if the model's state is more than lists of blocks,
 all tokens are. Both are counted. A request that was cut does not move before its next token.
@@ -38,8 +38,6 @@ from dora.worker.reservation import Reservation
 
 
 class RolloutEngine(Protocol):
-    """One worker's engine."""
-
     @property
     def capability(self) -> EngineCapability: ...
 
@@ -70,7 +68,7 @@ class RolloutEngine(Protocol):
 
         Its deltas start at ``len(output_token_ids)``, so delivered tokens are not reported again. Raises InvalidValue
         if prompt and outputs do not fit the context, or the request is kept; Conflict for a known id or a version that
-        is not loaded. A session resumes in the turn after its last given tokens.
+        is not loaded. A session resumes in the turn after its last environment tokens.
         """
 
     def extend(
@@ -82,10 +80,10 @@ class RolloutEngine(Protocol):
         after: int | None = None,
         prompt_logprobs: bool = False,
     ) -> None:
-        """Continues a kept request: appends given tokens, then samples a turn as ``sampling`` says.
+        """Continues a kept request: appends environment tokens, then samples a turn as ``sampling`` says.
 
         It precedes waiting requests without KV. With ``prompt_logprobs`` it gives its KV up and is prefilled whole.
-        ``after``: the given tokens follow so many outputs, and later ones are dropped; None: all outputs. Raises
+        ``after``: the environment tokens follow so many outputs, and later ones are dropped; None: all outputs. Raises
         NotFound as ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no tokens,
         tokens outside the vocabulary, more than the context has room for with one to sample, more outputs than there
         are, or sampling that ``add`` would refuse. A refusal changes nothing.

@@ -23,7 +23,7 @@ def check_request(request: RequestSpec, capability: EngineCapability, known: Req
         raise InvalidValue("prompt_token_ids", (), "at least one token")
     if len(request.logprobs) != outputs:
         raise InvalidValue("logprobs", f"{len(request.logprobs)} values", f"one an output token: {outputs}")
-    _check_given(request)
+    _check_inputs(request)
     limit = capability.max_model_len_tokens
     if prompt + outputs >= limit + request.kept:  # the turn of a kept request may have ended at the context
         raise InvalidValue(
@@ -68,12 +68,12 @@ def check_finite(version: int, found: Canary) -> None:
         raise CanaryMismatch(f"version {version}: a logprob of the canary is {wrong:g}", math.inf)
 
 
-def _check_given(request: RequestSpec) -> None:
-    """Raises InvalidValue unless given runs alternate with sampled tokens, as every turn samples at least one. A fork's
+def _check_inputs(request: RequestSpec) -> None:
+    """Raises InvalidValue unless input runs alternate with sampled tokens, as every turn samples at least one. A fork's
     may be the first tokens.
     """
     end = -1
-    for first, after in request.given:
+    for first, after in request.inputs:
         if not end < first < after <= len(request.output_token_ids):
             allowed = f"runs with sampled tokens before each, within {len(request.output_token_ids)} output tokens"
             raise InvalidValue("given", (first, after), allowed)

@@ -42,7 +42,6 @@ class Gathering:
         return request_id in self._gathered
 
     def name(self, request_id: str, row: int) -> None:
-        """Sets the row by which the service identifies the request."""
         self._rows[request_id] = row
 
     def forget(self, request_id: str) -> None:
@@ -50,11 +49,9 @@ class Gathering:
         self._rows.pop(request_id, None)
 
     def takes(self, deltas: Iterable[TokenDelta]) -> bool:
-        """Returns whether the deltas have the version of those collected."""
         return not self._gathered or all(delta.version == self.version for delta in deltas)
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
-        """Adds deltas of the collected version, each with its request's next token."""
         for delta in deltas:
             self.version = delta.version
             gathered = self._gathered.get(delta.request_id)

@@ -13,10 +13,10 @@ from typing import Final
 
 from dora.data.types import RequestSpec
 from dora.errors import Conflict, NotFound
-from dora.kvtransfer.endpoint import Endpoint, ReserveOrder, Room
+from dora.kvtransfer.endpoint import Endpoint, ReserveOrder, SnapshotRoom
 from dora.kvtransfer.layout import body_bytes_most
 from dora.kvtransfer.peer import Peer
-from dora.kvtransfer.plane import Arrived, DataPlane
+from dora.kvtransfer.plane import ArrivedSnapshot, DataPlane
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.session.commands import LATER, CommandLoop, Orders
@@ -78,12 +78,12 @@ class EngineLoop(CommandLoop[Reporting]):
 
     def turn(self) -> None:
         """Executes all waiting commands (waits for one if there is no work), runs one step, and reports if due."""
-        if not self.obey_waiting(0.0 if self._voice.has_tokens or self.has_work() else IDLE_S):
+        if not self.obey_waiting(0.0 if self._responder.has_tokens or self.has_work() else IDLE_S):
             return
         self.endpoint.advance()
         if self.has_work():
             self._step()
-        self._voice.report_due(self.has_work())
+        self._responder.report_due(self.has_work())
 
     def has_work(self) -> bool:
         """Returns whether there is work and room for its results."""
@@ -93,7 +93,7 @@ class EngineLoop(CommandLoop[Reporting]):
         deltas = self._engine.step()
         if self._responses is not None:
             self._responses.add(deltas)
-        self._voice.add(deltas)
+        self._responder.add(deltas)
         for delta in deltas:
             if delta.finish_reason and delta.request_id in self.endpoint.copies:
                 ended = NotFound("request_id", delta.request_id, "one that has not ended")
@@ -101,12 +101,12 @@ class EngineLoop(CommandLoop[Reporting]):
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
         if kind in ("start_request", "extend_request"):  # the request has no tokens yet, and those of others can wait
-            self._voice.answer_ahead(outcome)
+            self._responder.answer_ahead(outcome)
         else:
-            self._voice.answer(outcome, reports=kind == "load_version")
+            self._responder.answer(outcome, reports=kind == "load_version")
 
     def _pace(self, notice: pb.Pace, _outcome: pb.WorkerOutcome) -> object:
-        self._voice.period_s = notice.report_period_ms / 1000
+        self._responder.period_s = notice.report_period_ms / 1000
         return LATER
 
     def _settle(self, notice: pb.Settled, _outcome: pb.WorkerOutcome) -> object:
@@ -134,28 +134,28 @@ class EngineLoop(CommandLoop[Reporting]):
 
     def _extend_request(self, order: pb.ExtendRequest, outcome: pb.WorkerOutcome) -> None:
         """Raises NotFound for a request that is not here, Conflict for one with other tokens."""
-        given = convert.token_ids_from_wire(order.given_token_ids, "given_token_ids")
+        inputs = convert.token_ids_from_wire(order.given_token_ids, "given_token_ids")
         held = self._engine.request(order.request_id)
         after, outputs = order.first_token, order.first_token + order.dropped_tokens
         if len(held.output_token_ids) != outputs:
             why, allowed = "has other tokens", f"{outputs} outputs before the given tokens"
             raise Conflict("outputs", len(held.output_token_ids), allowed, why)
         sampling = convert.sampling_from_wire(order.sampling)
-        self._engine.extend(order.request_id, given, sampling, after=after, prompt_logprobs=order.prompt_logprobs)
+        self._engine.extend(order.request_id, inputs, sampling, after=after, prompt_logprobs=order.prompt_logprobs)
         whole = len(held.prompt_token_ids) + after if order.prompt_logprobs else 0
-        self._voice.begin(order.request_id, order.row, arrives=True, computes=whole + len(given))
+        self._responder.begin(order.request_id, order.row, arrives=True, computes=whole + len(inputs))
         if self._responses is not None:
-            self._responses.extend(order.request_id, given, sampling, after)
+            self._responses.extend(order.request_id, inputs, sampling, after)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False, computes: int = 0) -> None:
         """Enters a request that the engine has taken. ``computes``: as in ``Reporting.begin``."""
-        self._voice.begin(request.request_id, row, arrives=arrives, computes=computes)
+        self._responder.begin(request.request_id, row, arrives=arrives, computes=computes)
         if self._responses is not None:
             self._responses.begin(request)
 
     # Of a store of handoffs.
 
-    def reserve(self, order: ReserveOrder) -> Room:
+    def reserve(self, order: ReserveOrder) -> SnapshotRoom:
         if order.version != self._engine.version:
             raise Conflict("version", order.version, f"{self._engine.version}, the one loaded", why="is not loaded")
         load, capability = self._engine.load(), self._engine.capability
@@ -166,9 +166,9 @@ class EngineLoop(CommandLoop[Reporting]):
         if order.kv_tokens > capability.kv_tokens:
             raise Conflict("kv_tokens", order.kv_tokens, f"at most {capability.kv_tokens}", why="is too much")
         most_bytes = body_bytes_most(self._engine.layout, capability.max_model_len_tokens)
-        return Room(most_bytes, self._engine.reserve(order.request_id, order.kv_tokens))
+        return SnapshotRoom(most_bytes, self._engine.reserve(order.request_id, order.kv_tokens))
 
-    def accept(self, arrived: Arrived, row: int) -> None:
+    def accept(self, arrived: ArrivedSnapshot, row: int) -> None:
         self._engine.take_in(arrived.snapshot)
         self._holds(arrived.snapshot.request, row, arrives=True)
 
@@ -177,7 +177,7 @@ class EngineLoop(CommandLoop[Reporting]):
 
     def remove(self, request_id: str) -> None:
         """Removes the request from the engine, if present, after reporting its sampled tokens."""
-        self._voice.forget(request_id)
+        self._responder.forget(request_id)
         if self._responses is not None:
             self._responses.forget(request_id)
         self._engine.remove(request_id)
@@ -200,7 +200,6 @@ class EngineLoop(CommandLoop[Reporting]):
         return True
 
     def held(self) -> pb.WorkerHello:
-        """Returns the version and requests for a hello."""
         version = self._engine.version
         if version is None or self._responses is None:
             return pb.WorkerHello()
@@ -216,14 +215,14 @@ class EngineLoop(CommandLoop[Reporting]):
         if plane is not None:
             plane.use(self._engine.device_memory)
         self.endpoint.come_back(plane)
-        self._voice = Reporting(self._engine, orders, welcome.report_period_ms / 1000, self._clock)
+        self._responder = Reporting(self._engine, orders, welcome.report_period_ms / 1000, self._clock)
         self._versions = versions or of_store(Path(welcome.weights_folder), "worker")
         over, rounds = self._responses.come_back({each.request_id: each.tokens for each in welcome.goes_on})
         for request_id in over:
             self._engine.remove(request_id)
         for each in welcome.goes_on:
-            self._voice.begin(each.request_id, each.row)
+            self._responder.begin(each.request_id, each.row)
         log.info("went on with %d requests, and gave up %d", len(welcome.goes_on), len(over))
         for missing in rounds:
-            self._voice.add(missing)
-            self._voice.report()
+            self._responder.add(missing)
+            self._responder.report()

@@ -131,7 +131,6 @@ class Prefixes:
             return tuple(found.block_ids[: prefix.blocks])
 
     def give_up(self, prefix: Prefix) -> None:
-        """Undoes ``claim``."""
         if prefix.blocks:
             with self._lock:
                 self._rounds[prefix.key].claims.remove(prefix.blocks)

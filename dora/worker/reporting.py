@@ -10,7 +10,7 @@ from typing import Final
 from dora.data.types import TokenDelta
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.session.commands import Orders, Voice
+from dora.session.commands import Orders, Responder
 from dora.worker.engine import RolloutEngine
 from dora.worker.gathering import Gathering
 from dora.worker.times import EngineTimes
@@ -19,7 +19,7 @@ IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
 ENDS_APART_S: Final = 0.05  # between two reports of responses that have ended: those that end meanwhile wait
 
 
-class Reporting(Voice):
+class Reporting(Responder):
     """Reports to one service. A worker that continues under another service starts another one."""
 
     def __init__(self, engine: RolloutEngine, orders: Orders, period_s: float, clock: Callable[[], float]) -> None:
@@ -38,7 +38,6 @@ class Reporting(Voice):
 
     @property
     def has_tokens(self) -> bool:
-        """Returns whether tokens wait to be reported."""
         return bool(self._sampled)
 
     def begin(self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0) -> None:

@@ -17,7 +17,7 @@ SLICE_BYTES: Final = 1 << 20  # bytes written at once to host memory, which boun
 MARGIN_BLOCKS: Final = 2  # beyond what the request fills when it is asked for: it decodes while it is copied
 
 
-class Store(Protocol):
+class KvBlocks(Protocol):
     """Blocks of an engine's KV-cache by id, with one list of ids for each group of layers."""
 
     @property
@@ -34,7 +34,7 @@ class Store(Protocol):
         """Overwrites some blocks of every layer."""
 
 
-class KvStore(Store, Protocol):
+class KvStore(KvBlocks, Protocol):
     """The whole KV-cache of an engine."""
 
     @property
@@ -58,7 +58,7 @@ class KvStore(Store, Protocol):
         """Makes the engine's next step see all earlier writes."""
 
 
-class Begun(NamedTuple):
+class PreparedOpening(NamedTuple):
     """The part of a request that came before its snapshot, and the engine's preparation of it."""
 
     opening: Opening
@@ -79,7 +79,7 @@ class Reservation:
         self,
         layout: KvLayout,
         block_ids: Sequence[int],
-        store: Store,
+        store: KvBlocks,
         make: Callable[[Opening], Any],
         prefixes: Prefixes | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Reservation:
         self._prefixes = prefixes
         self._key = ""  # of the first round
         self._is_barred = False  # others share its blocks, so nothing more is written
-        self._begun: Begun | None = None
+        self._begun: PreparedOpening | None = None
         self._layout = layout
         self._store = store
         self._make = make
@@ -140,20 +140,19 @@ class Reservation:
         opening = opening_in(head)
         if opening.prefix != self.prefix.blocks or (opening.prefix and opening.layout != self._layout):
             raise SnapshotRefused(f"prefix = {opening.prefix} blocks, {self.prefix.blocks} of this engine's were named")
-        self._begun = Begun(opening, self._make(opening))
+        self._begun = PreparedOpening(opening, self._make(opening))
         return opening
 
-    def begun_with(self, request: RequestSpec) -> Begun | None:
+    def begun_with(self, request: RequestSpec) -> PreparedOpening | None:
         """Returns the preparation of this request; None if there is none or it has another opening."""
         begun = self._begun
         if begun is None or request.prompt_token_ids is not begun.opening.request.prompt_token_ids:
             return None
-        if request.given != begun.opening.request.given:  # it was extended while it was copied
+        if request.inputs != begun.opening.request.inputs:  # it was extended while it was copied
             return None
         return begun
 
     def show(self, count: int) -> dict[str, list[np.ndarray]]:
-        """Returns the first blocks of every layer."""
         return self._store.show([self.block_ids[:count]])
 
     def write(self, first_bytes: int, body: np.ndarray | OnDevice) -> bool:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.data.given_digest import beginning_digest, given_digest
-from dora.data.types import FinishReason, RequestSpec, SamplingParams, TokenDelta, given_after
+from dora.data.input_digest import beginning_digest, input_digest
+from dora.data.types import FinishReason, RequestSpec, SamplingParams, TokenDelta, inputs_after
 from dora.rpc import dora_pb2 as pb
 
 KEPT_BYTES_MAX: Final = 256 << 20
@@ -26,7 +26,7 @@ class _Response:
     token_ids: "array[int]"
     logprobs: "array[float]"
     first_kept: int  # the first token whose rows are kept
-    given: list[tuple[int, int]]  # runs that its environment gave
+    inputs: list[tuple[int, int]]  # runs that its environment gave
     beginning: bytes  # of a session: its beginning_digest
     sampling: SamplingParams  # of the present turn
     routed: bytearray = field(default_factory=bytearray)  # rows of what was fed to sample from ``first_kept`` on
@@ -41,21 +41,18 @@ class _Response:
     @property
     def turn_begin(self) -> int:
         """The index of the present turn's first sampled token."""
-        return self.given[-1][1] if self.given else 0
+        return self.inputs[-1][1] if self.inputs else 0
 
     def forget_rows(self) -> None:
-        """Forgets the rows of the tokens so far."""
         self.first_kept = len(self.token_ids)
         self.routed.clear()
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token and its row of routed experts."""
         end = self.prompt_tokens + len(self.token_ids) - 1
         return TOKEN_BYTES + (len(self.routed) // (end - self._fed_from(self.first_kept)) if self.routed else 0)
 
     def routed_between(self, first: int, end: int) -> bytes:
-        """Returns the rows of these tokens of the present turn."""
         if not self.routed:
             return b""
         row_bytes, begin = self.token_bytes - TOKEN_BYTES, self._fed_from(self.first_kept)
@@ -64,11 +61,11 @@ class _Response:
 
     def _fed_from(self, token: int) -> int:
         """Returns the position, prompt first, of the first row that comes with a token of the present turn: with a
-        response's first the whole prompt's, with a turn's first those of the given tokens and of the one before.
+        response's first the whole prompt's, with a turn's first those of the environment tokens and of the one before.
         """
         if not token:
             return 0
-        before = self.given[-1][0] if token == self.turn_begin else token
+        before = self.inputs[-1][0] if token == self.turn_begin else token
         return self.prompt_tokens + before - 1
 
 
@@ -92,7 +89,6 @@ class Responses:
         return self._ended_bytes + self._alone_bytes >= self._most_bytes
 
     def begin(self, request: RequestSpec) -> None:
-        """Enters a request that the engine has taken, with its present tokens."""
         self.forget(request.request_id)
         self._kept[request.request_id] = _Response(
             request.version,
@@ -100,16 +96,18 @@ class Responses:
             array("i", request.output_token_ids),
             array("f", request.logprobs),
             len(request.output_token_ids),
-            list(request.given),
+            list(request.inputs),
             beginning_digest(request.prompt_token_ids) if request.keeps else b"",
             request.sampling,
         )
 
     def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams, after: int) -> None:
-        """Adds the given tokens of the next turn of a kept request after its first ``after`` tokens; the others go."""
+        """Adds the environment tokens of the next turn of a kept request after its first ``after`` tokens; the others
+        go.
+        """
         response = self._kept[request_id]
         self._ended_bytes -= response.size_bytes
-        response.given = given_after(response.given, after, len(given_token_ids))
+        response.inputs = inputs_after(response.inputs, after, len(given_token_ids))
         del response.token_ids[after:], response.logprobs[after:]
         response.token_ids.extend(given_token_ids)
         response.logprobs.extend([0.0] * len(given_token_ids))
@@ -118,7 +116,6 @@ class Responses:
         response.forget_rows()  # a service that has lost tokens of earlier turns does not know of this one
 
     def add(self, deltas: Iterable[TokenDelta]) -> None:
-        """Adds a step's tokens."""
         for delta in deltas:
             response = self._kept[delta.request_id]
             response.token_ids.extend(delta.token_ids)
@@ -146,7 +143,6 @@ class Responses:
             response.forget_rows()
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that was removed. Unknown ids are ignored."""
         response = self._kept.pop(request_id, None)
         if response is not None and response.finish_reason is not None:
             self._ended_bytes -= response.size_bytes
@@ -159,13 +155,12 @@ class Responses:
         self._ended_bytes = 0
 
     def held(self) -> list[pb.HeldRequest]:
-        """Returns the held requests for a hello."""
         return [
             pb.HeldRequest(
                 request_id=request_id,
                 tokens=len(each.token_ids),
                 first_token=each.first_kept if self._has_rows else 0,
-                given_digest=given_digest(each.beginning, each.sampling, each.token_ids, each.given),
+                given_digest=input_digest(each.beginning, each.sampling, each.token_ids, each.inputs),
                 prompt_logprobs=bool(each.prompt_logprobs),
             )
             for request_id, each in self._kept.items()

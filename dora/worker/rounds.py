@@ -90,7 +90,6 @@ class EngineRounds:
 
     @property
     def _done(self) -> int:
-        """Returns the number of blocks at the target."""
         return self._prefix.blocks + sum(self._rounds)
 
     def _knows_prefix(self) -> bool:

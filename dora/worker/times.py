@@ -14,7 +14,7 @@ SENT_EVERY_S: Final = 5.0  # while there is work
 
 
 @dataclass(slots=True)
-class _Timed:
+class _TimedRequest:
     """A request that the engine holds. ``prompt_tokens`` 0: it came with its KV, and has no first token here."""
 
     began_s: float
@@ -29,7 +29,7 @@ class EngineTimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._timed: dict[str, _Timed] = {}
+        self._timed: dict[str, _TimedRequest] = {}
         self._counts = {each.name: [0] * (len(each.bounds) + 1) for each in of.HISTOGRAMS}
         self._sums = dict.fromkeys(self._counts, 0.0)
         self._ended: Counter[str] = Counter()
@@ -38,15 +38,12 @@ class EngineTimes:
         self._sent_s = clock()
 
     def began(self, request_id: str, prompt_tokens: int) -> None:
-        """Enters a request, or the next turn of one."""
-        self._timed[request_id] = _Timed(self._clock(), prompt_tokens)
+        self._timed[request_id] = _TimedRequest(self._clock(), prompt_tokens)
 
     def forget(self, request_id: str) -> None:
-        """Forgets a request that leaves the engine before its end."""
         self._timed.pop(request_id, None)
 
     def sampled(self, deltas: Iterable[TokenDelta]) -> None:
-        """Enters the tokens of one step."""
         now_s = self._clock()
         for delta in deltas:
             timed = self._timed.get(delta.request_id)
@@ -74,7 +71,7 @@ class EngineTimes:
         found = [pb.Histogram(name=name, buckets=counts, sum=self._sums[name]) for name, counts in self._counts.items()]
         return pb.EngineTimes(histograms=found, ended=self._ended, prompt_tokens=self._prompt_tokens)
 
-    def _end(self, timed: _Timed, reason: str) -> None:
+    def _end(self, timed: _TimedRequest, reason: str) -> None:
         self._ended[reason] += 1
         self._observe(of.REQUEST, timed.last_s - timed.began_s)
         self._observe(of.DECODE, timed.last_s - timed.first_s)

@@ -35,7 +35,6 @@ class Timing:
         return default_grid(self.slots, self.kv_tokens, self.max_model_len_tokens, self.rounds, self.batches, counted)
 
     def measure(self, engine: RolloutEngine, grid: Grid, place: int = 0) -> Measurement:
-        """Times an engine in this process and thread."""
         clock = CLOCKS[self.clock]
         return measure(engine, grid, seed=self.seed, clock=clock, wall_clock=time.perf_counter, place=place)
 

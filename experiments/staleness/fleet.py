@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.config import WindowConfig
-from dora.lab.sim.ledger import Group
+from dora.lab.sim.ledger import SimGroup
 from dora.lab.sim.presets import scenario_for
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.world import World
@@ -76,12 +76,12 @@ class Learning:
             return len(self.steps) >= FIXED_STEPS
         return self._progress >= self._regime.steps or len(self.steps) >= AUTO_STEPS
 
-    def _step(self, step: int, began_s: float, ended_s: float, groups: list[Group], _busy: object) -> None:
+    def _step(self, step: int, began_s: float, ended_s: float, groups: list[SimGroup], _busy: object) -> None:
         staleness = sum(step - group.version for group in groups) / max(1, len(groups))
         self.steps.append(SimStep((ended_s - began_s) / 60, staleness))
         self.sizes.append(self._world.machine.state.window.size)
 
-    def _tells(self, groups: list[Group]) -> tuple[float, ...]:
+    def _tells(self, groups: list[SimGroup]) -> tuple[float, ...]:
         waited_s, clipped = self._wait_of(groups)[:2]
         if self._regime is None:
             return waited_s, clipped

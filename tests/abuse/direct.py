@@ -9,7 +9,7 @@ import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined] # missing from the type stubs
 
 from dora.rpc.interceptor import AccessInterceptor
-from dora.rpc.proven import Metadata, Session
+from dora.rpc.proven import Metadata, ProvenSession
 from tests.proofs import session_with
 
 
@@ -78,7 +78,7 @@ class Direct:
     def __init__(self) -> None:
         self._interceptors: tuple[Any, ...] = ()
         self._handlers: list[Any] = []
-        self._sessions: dict[str, Session] = {}  # by token
+        self._sessions: dict[str, ProvenSession] = {}  # by token
 
     def took(self, interceptors: Iterable[Any], server: Any) -> None:
         self._interceptors = tuple(interceptors)
@@ -98,7 +98,7 @@ class Direct:
             for each in methods
         }
 
-    def _session(self, token: str) -> Session:
+    def _session(self, token: str) -> ProvenSession:
         if token not in self._sessions:
             (access,) = (each for each in self._interceptors if isinstance(each, AccessInterceptor))
             self._sessions[token] = session_with(access.challenges, token)

@@ -26,13 +26,13 @@ from dora.rpc.channel import server_options
 from dora.rpc.errors import ServiceUnavailable, Unauthenticated, from_rpc_error
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.proven import Prover, proven_channel
-from dora.rpc.roles import SERVICES, Role, Tokens
+from dora.rpc.roles import SERVICES, Role, ServiceTokens
 from dora.rpc.sealed import sealed, unsealed
-from dora.session.link import Link
+from dora.session.link import SessionLink
 from tests.refusals import refused
 
 OWNER = "a-token-of-the-owner"
-TOKENS = Tokens(OWNER)
+TOKENS = ServiceTokens(OWNER)
 WORKER = TOKENS.started("w0")
 METHODS = [
     f"/dora.v1.{service.name}/{method.name}"
@@ -80,7 +80,7 @@ class Service(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def listening(service: Service, port: int = 0, tokens: Tokens | None = None) -> AsyncIterator[int]:
+async def listening(service: Service, port: int = 0, tokens: ServiceTokens | None = None) -> AsyncIterator[int]:
     """The service, which is killed at the end. ``tokens``: of a real one."""
     interceptors = server_interceptors(tokens) if tokens is not None else ()
     server = grpc.aio.server(interceptors=interceptors, options=server_options())
@@ -107,7 +107,7 @@ def reflected(given: dict[str, Any]) -> bytes:
     return pb.ChallengeReply(nonce=(nonce * 3)[: proof.SERVICE_NONCE_BYTES], proofs=proofs).SerializeToString()
 
 
-async def replayed(tokens: Tokens) -> Callable[[dict[str, Any]], bytes]:
+async def replayed(tokens: ServiceTokens) -> Callable[[dict[str, Any]], bytes]:
     """The recorded answers of the real service to a stranger."""
     async with listening(Service(), tokens=tokens) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         asked = ((proof.NONCE_KEY, proof.text_of(bytes(16))), (proof.WORKER_KEY, "w0"))
@@ -229,7 +229,7 @@ async def test_members_and_clients_show_a_stranger_nothing(kind: str, tmp_path: 
     async with listening(stranger) as port:
         address = f"127.0.0.1:{port}"
         for prover in (Prover(address, WORKER, "w0"), Prover(address, TOKENS.of[Role.WORKER], "mine")):
-            link = Link(prover, prover.worker_id, PoolCapability(1 << 20, 0))
+            link = SessionLink(prover, prover.worker_id, PoolCapability(1 << 20, 0))
             link.begin()
             with pytest.raises(Unauthenticated):
                 await asyncio.to_thread(link.take, 30.0)

@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 import pytest
 
-from dora.agents.front.door import Limits
+from dora.agents.front.gateway import FrontLimits
 from tests.unit.chats import TOOLS
 from tests.unit.front_service import front
 
@@ -92,7 +92,7 @@ def body_of(chance: random.Random, accepted: Mapping[str, Any]) -> bytes:
 async def storm(requests: int, seed: int) -> list[int]:
     """Returns the memory of this process, which has the front and its clients, after each tenth of the requests."""
     chance, memory_bytes = random.Random(seed), []
-    async with front(limits=Limits(sessions=200)) as (base, _, door), aiohttp.ClientSession() as http:
+    async with front(limits=FrontLimits(sessions=200)) as (base, _, gateway), aiohttp.ClientSession() as http:
 
         async def one() -> int:
             route = chance.choice(list(ROUTES))
@@ -111,7 +111,7 @@ async def storm(requests: int, seed: int) -> list[int]:
             if number % (rounds // 10) == 0:
                 memory_bytes.append(psutil.Process().memory_info().rss)
         assert {200, 400, 404, 405, 409} <= statuses
-        assert not door._in_flight
+        assert not gateway._in_flight
     return memory_bytes
 
 
@@ -128,7 +128,7 @@ async def test_no_request_of_many_is_a_failure_of_the_front() -> None:
 
 async def test_half_a_request_disturbs_nobody() -> None:
     """A body that does not come in time is refused; a client that leaves within one is forgotten."""
-    async with front(limits=Limits(body_s=0.2)) as (base, _, door):
+    async with front(limits=FrontLimits(body_s=0.2)) as (base, _, gateway):
         host, port = base.removeprefix("http://").split(":")
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n{{".encode()
         slow, leaving = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
@@ -142,4 +142,4 @@ async def test_half_a_request_disturbs_nobody() -> None:
             http.post(f"{base}/v1/chat/completions", json={"messages": CHAT}) as reply,
         ):
             assert reply.status == 200
-        assert not door._in_flight
+        assert not gateway._in_flight

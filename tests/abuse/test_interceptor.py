@@ -19,7 +19,7 @@ from dora.rpc import interceptor
 from dora.rpc.channel import open_channel, server_options
 from dora.rpc.errors import LimitExceeded
 from dora.rpc.proven import ProvenChannel, proven_channel
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from tests.abuse.callers import METHODS, answer
 from tests.refusals import refused, refused_call
 
@@ -117,11 +117,11 @@ class Slow(stubs.OperatorServicer):
     """Answers when it is told to."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Semaphore(0)
+        self.requested = asyncio.Semaphore(0)
         self.go = asyncio.Event()
 
     async def GetStatus(self, request: pb.StatusRequest, context: Any) -> pb.Status:
-        self.asked.release()
+        self.requested.release()
         await self.go.wait()
         return pb.Status()
 
@@ -129,7 +129,9 @@ class Slow(stubs.OperatorServicer):
 @pytest.fixture
 async def slow() -> AsyncIterator[tuple[Slow, ProvenChannel]]:
     service = Slow()
-    server = grpc.aio.server(interceptors=interceptor.server_interceptors(Tokens("mine")), options=server_options())
+    server = grpc.aio.server(
+        interceptors=interceptor.server_interceptors(ServiceTokens("mine")), options=server_options()
+    )
     stubs.add_OperatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -175,7 +177,9 @@ async def test_callers_that_never_send_their_message_make_room(
 
 async def test_connections_are_bounded_and_those_that_there_are_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dora.rpc.channel.CONNECTIONS_MAX", 4)
-    server = grpc.aio.server(interceptors=interceptor.server_interceptors(Tokens("mine")), options=server_options())
+    server = grpc.aio.server(
+        interceptors=interceptor.server_interceptors(ServiceTokens("mine")), options=server_options()
+    )
     service = Slow()
     service.go.set()
     stubs.add_OperatorServicer_to_server(service, server)

@@ -13,7 +13,7 @@ from dora.ops.page import mounted
 from dora.ops.page.actions import ACTIONS
 from dora.ops.page.routes import BODY_MAX, COOKIE, CSRF
 from dora.ops.page.viewers import VIEWERS
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from tests.browser.many import World, simulated
 from tests.unit.front_service import front
 
@@ -31,8 +31,8 @@ WRONG: Final[tuple[tuple[str, Any], ...]] = (
 
 
 @asynccontextmanager
-async def page(world: World | None = None, period_s: float = 0.05) -> AsyncIterator[tuple[str, Tokens]]:
-    tokens = Tokens("owner-of-the-simulation")
+async def page(world: World | None = None, period_s: float = 0.05) -> AsyncIterator[tuple[str, ServiceTokens]]:
+    tokens = ServiceTokens("owner-of-the-simulation")
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(simulated(world or World(2), tokens, period_s=period_s))
         url, _, _ = await stack.enter_async_context(front(mount=mounted(address, tokens.of[Role.OWNER])))

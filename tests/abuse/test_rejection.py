@@ -220,7 +220,7 @@ async def publish(shell: Shell) -> None:
     async for _ in stream:
         pass
     await shell.trainer.CommitStep(shell.commit_request(), None)
-    shell.runtime.core.post(on.RebalanceAsked())
+    shell.runtime.core.post(on.RebalanceRequested())
 
 
 def republish_request(shell: Shell, canary: Canary | None = None) -> pb.RepublishVersionRequest:

@@ -21,7 +21,7 @@ from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.access import ACCESS, PACKAGE, may_call, name_of
 from dora.rpc.channel import open_channel
 from dora.rpc.errors import PermissionDenied, Unauthenticated
-from dora.rpc.roles import CALLER, Caller, Role, Tokens
+from dora.rpc.roles import CALLER, Caller, Role, ServiceTokens
 from dora.worker.fake.engine import FakeEngine
 from tests.abuse.callers import answer
 from tests.proofs import caller_of
@@ -89,15 +89,20 @@ async def test_another_scheme_is_no_token(handle: ServiceHandle) -> None:
 
 
 def test_roles_tokens_follow_from_the_owners_and_not_the_owners_from_theirs() -> None:
-    first, again, other, new = Tokens("secret"), Tokens("secret"), Tokens("secret2"), Tokens()
+    first, again, other, new = (
+        ServiceTokens("secret"),
+        ServiceTokens("secret"),
+        ServiceTokens("secret2"),
+        ServiceTokens(),
+    )
     assert first.of == again.of and first.of[Role.OWNER] == "secret"
     assert not set(first.of.values()) & set(other.of.values())
-    assert new.of[Role.OWNER] != Tokens().of[Role.OWNER]
+    assert new.of[Role.OWNER] != ServiceTokens().of[Role.OWNER]
     assert caller_of(first, "") is None
 
 
 def test_a_started_workers_token_is_good_for_its_name_until_it_is_started_again() -> None:
-    tokens = Tokens()
+    tokens = ServiceTokens()
     general = caller_of(tokens, tokens.of[Role.WORKER])
     before = tokens.started("w0")
     w0 = caller_of(tokens, before, "w0")
@@ -117,7 +122,7 @@ async def test_a_name_that_the_service_gave_to_its_worker_is_taken_by_no_other(
     tmp_path: Path, tiny_dense: Path
 ) -> None:
     """The name stays taken while that worker is absent; and no refusal reveals what engines must have alike."""
-    shell, tokens = Shell(tmp_path, tiny_dense, None), Tokens()
+    shell, tokens = Shell(tmp_path, tiny_dense, None), ServiceTokens()
     service = services_of(shell.runtime, tiny_dense, tmp_path / "kv", tokens).workers
     w7 = caller_of(tokens, tokens.started("w7"), "w7")
     assert w7 is not None

@@ -20,7 +20,7 @@ from dora.rpc.errors import PermissionDenied
 from dora.rpc.proven import Prover
 from dora.rpc.roles import Role
 from dora.rpc.room import CALLS_MAX, Room
-from dora.session.link import Link
+from dora.session.link import SessionLink
 from dora.worker.fake.engine import FakeEngine
 from tests.abuse.test_idle_connections import GREETING
 from tests.refusals import refused
@@ -77,7 +77,7 @@ async def test_who_proves_a_token_gets_in(service: ServiceHandle, sent: bytes, h
             async with Trainer(service.address, token=service.token) as trainer:
                 await trainer.attach(groups=4)
             prover = Prover(service.address, service.tokens[Role.WORKER], "back")
-            link = Link(prover, "back", engine.capability)
+            link = SessionLink(prover, "back", engine.capability)
             link.begin()
             welcome = await asyncio.to_thread(link.take, READY_S)
             assert welcome is not None and welcome.HasField("welcome")

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import dora
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 
 OWNER = "owner's s3cret/of+this=run?"
 WAIT_S = 120.0
@@ -136,7 +136,7 @@ def drama(scene: Scene, model: Path) -> tuple[dict[str, bytes], set[tuple[str, s
     banner = root / "service.out"
     scene.until(lambda: banner.read_text().rstrip().endswith("}") or service.poll() is not None)
     address = json.loads(banner.read_text())["address"]
-    tokens = Tokens(OWNER).of
+    tokens = ServiceTokens(OWNER).of
     given = ("--address", address)
     agent = scene.begin(
         "host", "host", "--join", address, "--name", "h", "--workers", "1", "--folder", str(root / "agent"),

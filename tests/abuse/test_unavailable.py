@@ -26,7 +26,7 @@ from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import canary_to_wire
 from dora.rpc.errors import ServiceUnavailable
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.weights.files import hash_file
 from tests.refusals import refused
 from tests.service import check_promises, configured, running, until
@@ -163,7 +163,7 @@ class Losing:
     def __init__(self, shell: Shell, folder: Path) -> None:
         self.shell, self.hosts, self.name = shell, shell.runtime.hosts, ""
         self.hosts.begin(
-            Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, folder), folder, Tokens("")
+            Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, folder), folder, ServiceTokens("")
         )
         self.hosts.open_relay("127.0.0.1")
         shell.runtime.sessions.processes = shell.kills

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from dora.agents.front.app import serving
-from dora.agents.front.door import Door
+from dora.agents.front.gateway import Gateway
 from dora.agents.front.listening import listening_socket
 from dora.agents.front.model import served_model
 from dora.agents.front.service import Service
@@ -43,7 +43,7 @@ async def paged(
         apps.append(app)
 
     async with Service(address, token) as service:
-        door = Door(service, served_model(model))
+        door = Gateway(service, served_model(model))
         with closing(listening_socket("127.0.0.1:0", has_key=False)) as listening:
             async with serving(door, listening, mount) as url:
                 yield Paged(url, apps[0])

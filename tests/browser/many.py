@@ -16,7 +16,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import server_options
 from dora.rpc.dora_pb2_grpc import OperatorServicer, add_OperatorServicer_to_server
 from dora.rpc.interceptor import server_interceptors
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 
 WINDOW: Final = 4
 STEP_S: Final = 24  # seconds from one commit to the next
@@ -213,7 +213,7 @@ class SimulatedOperator(OperatorServicer):
 
 
 @asynccontextmanager
-async def simulated(world: World, tokens: Tokens, second: int = 0, period_s: float = 1.0) -> AsyncIterator[str]:
+async def simulated(world: World, tokens: ServiceTokens, second: int = 0, period_s: float = 1.0) -> AsyncIterator[str]:
     """Yields the address of a service. ``second``: that have passed; one more with each status."""
     server = grpc.aio.server(interceptors=server_interceptors(tokens), options=server_options())
     add_OperatorServicer_to_server(SimulatedOperator(world, second, period_s), server)

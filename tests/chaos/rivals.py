@@ -16,7 +16,7 @@ from typing import Any, Final
 import psutil
 
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from tests.chaos.setting import HOST, settings_in
 from tests.chaos.world import Stuck, World
 from tests.e2e.agents import ended, joining
@@ -119,7 +119,7 @@ class Rivals:
         before = await self._processes()
         self._count += 1
         log = world.setting.folder / f"rival-{self._count}.log"
-        token = Tokens(world.service.token).of[Role.HOST]
+        token = ServiceTokens(world.service.token).of[Role.HOST]
         inside = world.link.inside if world.link else ()
         process = await joining(world.service.address, token, HOST, log, "--workers", "1", inside=inside)
         try:

@@ -17,7 +17,7 @@ import psutil
 from dora.client import Operator
 from dora.errors import DoraError
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from tests.chaos import clock, family
 from tests.chaos.cast import AgentProcess, FrontOfAgents, OpeningProcess, Orphaned, TrainerProcess
 from tests.chaos.disk import Disk
@@ -75,7 +75,7 @@ class World:
         setting, folder = self.setting, self.setting.folder
         self._stack.push_async_callback(self._end)
         await self.start()
-        tokens = Tokens(self.service.token).of
+        tokens = ServiceTokens(self.service.token).of
         self.submitting = await self._stack.enter_async_context(
             Submitting(self.service.address, tokens[Role.SUBMITTER], setting.rows)
         )

@@ -19,7 +19,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
 from dora.orchestrator.hosts.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.holding import Reader
-from dora.relay.orders import Arrived, Failed, Order, Outcome
+from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome
 from dora.relay.relay import Relay, RelaySettings
 from dora.weights import files, manifest
 from dora.weights.manifest import Manifest
@@ -105,7 +105,7 @@ def run(
     tell("joined", relay.address, [store.name(version) for version in store.versions()])
     while (word := told.recv())[0] != "end":
         match word:
-            case ("fetch", Order() as order):
+            case ("fetch", FetchOrder() as order):
                 if dies[0] == "order":
                     die()
                 relay.fetch(order)
@@ -240,7 +240,7 @@ class Service:
                 self._carry(self.broadcast.joined(host, own.epoch, address, "", held))
             case ("outcome", Arrived() as arrived):
                 self._carry(self.broadcast.sealed(host, own.epoch, arrived))
-            case ("outcome", Failed() as failed):
+            case ("outcome", FetchFailed() as failed):
                 self._carry(self.broadcast.failed(host, own.epoch, failed))
             case ("published", int() as version, str() as name, int() as total_bytes, bool() as anew):
                 self._carry(self.broadcast.published(version, name, host, total_bytes, anew))
@@ -251,7 +251,7 @@ class Service:
         for command in commands:
             match command:
                 case Fetch(host, epoch, name, upstreams):
-                    self._tell(host, epoch, ("fetch", Order(name, upstreams, SMALL)))
+                    self._tell(host, epoch, ("fetch", FetchOrder(name, upstreams, SMALL)))
                 case Drop(host, epoch, name):
                     self._tell(host, epoch, ("drop", name))
                 case Gone(name=name):

@@ -14,7 +14,7 @@ from dora.client.publication import place_weights
 from dora.data.types import Canary
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
-from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
+from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.host_store import HostStore
@@ -40,16 +40,16 @@ class Host:
 
     def fetch(self, name: str, *upstreams: "Host | Upstream", piece_bytes: int = CHUNK_BYTES) -> None:
         asked = tuple(each.upstream if isinstance(each, Host) else each for each in upstreams)
-        self.relay.fetch(Order(name, asked, piece_bytes))
+        self.relay.fetch(FetchOrder(name, asked, piece_bytes))
 
     def arrived(self) -> Arrived:
         outcome = self.outcomes.get(timeout=WAIT_S)
         assert isinstance(outcome, Arrived), outcome
         return outcome
 
-    def failed(self) -> Failed:
+    def failed(self) -> FetchFailed:
         outcome = self.outcomes.get(timeout=WAIT_S)
-        assert isinstance(outcome, Failed), outcome
+        assert isinstance(outcome, FetchFailed), outcome
         return outcome
 
 

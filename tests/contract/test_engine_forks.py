@@ -37,7 +37,7 @@ Fork = Callable[[TurnDriver, str, tuple[int, ...], SamplingParams, int], None]
 
 def retried(request: RequestSpec) -> int:
     """The last turn, with other given tokens."""
-    return request.given[-1][0]
+    return request.inputs[-1][0]
 
 
 def within_a_turn(request: RequestSpec) -> int:
@@ -54,7 +54,7 @@ def at_its_end(request: RequestSpec) -> int:
 
 
 def within_given(request: RequestSpec) -> int:
-    return request.given[-1][0] + 1
+    return request.inputs[-1][0] + 1
 
 
 def first_turn_again(request: RequestSpec) -> int:

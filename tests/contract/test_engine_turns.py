@@ -188,7 +188,7 @@ def play(driver: TurnDriver, played: list[Session], between: Between) -> dict[st
         name = session.request.request_id
         response, request = driver.responses[name], driver.engine.request(name)
         assert request.kept and tuple(response.token_ids) == request.output_token_ids
-        assert sum(end - first for first, end in request.given) == sum(session.given)
+        assert sum(end - first for first, end in request.inputs) == sum(session.given)
         found[name] = response.token_ids, response.logprobs
         driver.drop(name)
     return found
@@ -393,7 +393,7 @@ def test_sessions_that_cannot_be_are_refused_by_field(turns: TurnDriver) -> None
         (((6, 8), (2, 4)), (2, 4)),
     ):
         with refused(InvalidValue, field="given", value=value):
-            turns.engine.add(replace(good, given=given))
+            turns.engine.add(replace(good, inputs=given))
     turns.engine.add(good)
     turns.engine.remove(good.request_id)
 

@@ -13,7 +13,7 @@ import pytest
 from dora.kvtier import server
 from dora.kvtier.chunks import salt_of
 from dora.kvtier.tier import TIMEOUT_S, Tier
-from dora.kvtier.wire import Connection, key_of, registration
+from dora.kvtier.wire import TierConnection, key_of, registration
 from tests.contract.tiers import (
     SHAPE,
     WAIT_S,
@@ -113,7 +113,7 @@ def test_what_is_there_is_not_kept_again(one: Tier, other: Tier) -> None:
 def test_a_chunk_whose_writer_died_before_it_was_written_is_not_taken(tier_process: TierProcess, one: Tier) -> None:
     """LMCache shows such a chunk to readers as soon as it forgets the writer."""
     tokens = [9] * 64
-    connection = Connection(tier_process.endpoint, WAIT_S)
+    connection = TierConnection(tier_process.endpoint, WAIT_S)
     connection.call("register_kv_cache_engine_driven_context", registration(5, SHAPE.name, 32, SHAPE.sealed_bytes))
     prepared = connection.call("prepare_store", key_of(SHAPE.name, salt_of(1), tokens, 0, 64, "dead"), 5)
     assert len(prepared["context"]["slots"]) == 2
@@ -139,7 +139,7 @@ def test_nobody_but_this_user_can_reach_the_server(tier_process: TierProcess) ->
     listening = psutil.Process(tier_process.process.pid).net_connections("inet")
     assert [each for each in listening if each.status == psutil.CONN_LISTEN] == []
     assert server.socket_of(tier_process.folder).stat().st_mode & 0o077 == 0
-    connection = Connection(tier_process.endpoint, TIMEOUT_S)
+    connection = TierConnection(tier_process.endpoint, TIMEOUT_S)
     assert connection.call("ping", 1) is True
     connection.close()
 
@@ -147,7 +147,7 @@ def test_nobody_but_this_user_can_reach_the_server(tier_process: TierProcess) ->
 def test_a_server_that_does_not_know_the_worker_any_more_gets_to_know_it(tier_process: TierProcess, one: Tier) -> None:
     """It was replaced, or has forgotten a worker that stood still. It does not say so: it gives no answer."""
     tokens = [11] * 64
-    connection = Connection(tier_process.endpoint, WAIT_S)
+    connection = TierConnection(tier_process.endpoint, WAIT_S)
     connection.call("unregister_kv_cache_engine_driven_context", one.instance)
     connection.close()
     keep(one, passage("a", tokens), bodies(7, 2))

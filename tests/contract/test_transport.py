@@ -25,7 +25,7 @@ from dora.kvtransfer.transfer import Sent, Transfer
 from dora.kvtransfer.transports.registry import is_installed
 from dora.kvtransfer.transports.segments import sweep
 from dora.kvtransfer.transports.transport import CHUNK_BYTES
-from dora.kvtransfer.wire import Gone, Kind, Stream
+from dora.kvtransfer.wire import ConnectionClosed, Kind, Stream
 from tests.contract.planes import ON_DEVICE, SECRET, TRANSPORTS, WAIT_S, End, a_plane, name_of, until
 from tests.refusals import refused
 from tests.sweeps import examples
@@ -291,7 +291,7 @@ def test_a_peer_that_stops_in_the_middle_is_given_up(target: End) -> None:
     with hostile(target) as stream:
         opened(stream, 1000)
         assert target.plane.held_bytes()[1]
-        with refused(Gone):
+        with refused(ConnectionClosed):
             stream.receive()
     until(lambda: target.plane.held_bytes()[1] == 0)
 

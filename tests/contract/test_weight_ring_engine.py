@@ -73,9 +73,9 @@ class FullDevice:
 
 
 def test_a_device_without_room_for_a_layer_is_refused_by_name() -> None:
-    from dora.worker.vllm.ranks import Ranks
+    from dora.worker.vllm.ranks import EngineRanks
 
-    ranks = object.__new__(Ranks)
+    ranks = object.__new__(EngineRanks)
     ranks._core = cast(Any, FullDevice())
     with refused(Conflict, field="workers.gpu_memory_utilisation", value=0.97, names=("rank 1",)):
         ranks.replace_weights(["model.safetensors"], 1.0)

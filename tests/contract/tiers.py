@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dora.kvtier import server
-from dora.kvtier.chunks import SEAL_BYTES, Chain, ChunkShape
+from dora.kvtier.chunks import SEAL_BYTES, ChunkChain, ChunkShape
 from dora.kvtier.tier import Passage, Search, Tier
 
 WAIT_S = 60.0
@@ -109,7 +109,7 @@ def opened(endpoint: str, shape: ChunkShape = SHAPE, **options: Any) -> Iterator
 def passage(name: str, token_ids: list[int], version: int = 1, shape: ChunkShape = SHAPE) -> Passage:
     """All whole chunks of these tokens."""
     count = len(token_ids) // shape.chunk_tokens
-    return Passage(name, version, token_ids, Chain(shape, version).digests(token_ids, count))
+    return Passage(name, version, token_ids, ChunkChain(shape, version).digests(token_ids, count))
 
 
 def bodies(seed: int, count: int, shape: ChunkShape = SHAPE) -> np.ndarray:

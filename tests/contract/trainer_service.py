@@ -28,7 +28,7 @@ from dora.rpc.dora_pb2_grpc import (
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.packed import pack, packed_batches
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.weights.files import WeightFile
 from dora.weights.store import WeightStore
 
@@ -275,7 +275,7 @@ async def start_service(store_folder: Path, reference: Path, **options: Any) -> 
 async def _start(service: ScriptedService, address: str) -> tuple[grpc.aio.Server, int]:
     limit_bytes = service.max_message_bytes
     server = grpc.aio.server(
-        interceptors=server_interceptors(Tokens(TOKEN), limit_bytes), options=server_options(limit_bytes)
+        interceptors=server_interceptors(ServiceTokens(TOKEN), limit_bytes), options=server_options(limit_bytes)
     )
     add_TrainerServicer_to_server(service, server)
     add_PromptsServicer_to_server(service, server)

@@ -10,11 +10,11 @@ from subprocess import Popen
 from typing import Any, Final
 
 from dora.relay.link import Link
-from dora.relay.orders import Arrived, Failed, Order, Upstream
+from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Upstream
 from tests.contract.relay_process import ENDED, Running, Service, run
 from tests.hosts import Hosts, address_of
 
-KINDS: Final = {"Order": Order, "Arrived": Arrived, "Failed": Failed}
+KINDS: Final = {"Order": FetchOrder, "Arrived": Arrived, "Failed": FetchFailed}
 
 
 class Lines:

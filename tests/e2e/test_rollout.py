@@ -22,7 +22,7 @@ from dora.orchestrator.main import ServiceHandle
 from dora.trainers.grpo import train
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.options import GrpoConfig
-from dora.trainers.report import Report
+from dora.trainers.report import TrainerReport
 from tests.service import configured, during, move_one, running, until
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +48,7 @@ def trainer_of(handle: ServiceHandle, learner: LearnerConfig, steps: int = STEPS
     return GrpoConfig(handle.address, handle.token, groups=GROUPS, steps=steps, learner=learner)
 
 
-def check_record(folder: Path, report: Report, groups: int = GROUPS) -> None:
+def check_record(folder: Path, report: TrainerReport, groups: int = GROUPS) -> None:
     """Everything trained is in the record once, and every logprob is that of the recorded version's weights."""
     trained = [group_id for step in report.steps for group_id in step.group_ids]
     assert len(trained) == len(set(trained)) == len(report.steps) * groups
@@ -58,7 +58,7 @@ def check_record(folder: Path, report: Report, groups: int = GROUPS) -> None:
     assert len(found.versions) > 1
 
 
-def first_step(record: Path, report: Report) -> list[TrajectoryGroup]:
+def first_step(record: Path, report: TrainerReport) -> list[TrajectoryGroup]:
     """The groups that it trained on: the initial weights, which its trainer had too, sampled them."""
     members: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in read_trajectories(record / "trajectories.jsonl"):

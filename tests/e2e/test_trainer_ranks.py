@@ -19,7 +19,7 @@ from dora.data.types import RoutingShape
 from dora.errors import Conflict, InvalidValue
 from dora.models import routing
 from dora.models.tiny import TinyKind, make_tiny
-from dora.trainers.checkpoint import KEPT, Position, path_of, position_of, steps_in
+from dora.trainers.checkpoint import KEPT, CheckpointPosition, path_of, position_of, steps_in
 from dora.trainers.grpo import train
 from dora.trainers.learner import Learner, LearnerConfig, StepMetrics
 from dora.trainers.objectives.presets import objective
@@ -129,7 +129,7 @@ def test_two_ranks_make_the_steps_of_one(kind: TinyKind, tmp_path: Path, packing
     names = load_file(model_folder / "model.safetensors").keys()
     for step in (3, 6):
         one, two = path_of(tmp_path / "one", step), path_of(tmp_path / "two", step)
-        assert position_of(one) == position_of(two) == Position(step, 0)
+        assert position_of(one) == position_of(two) == CheckpointPosition(step, 0)
         for file in ("model.safetensors", "optimizer.safetensors"):
             mine, theirs = load_file(one / file), load_file(two / file)
             assert mine.keys() == theirs.keys()

@@ -15,7 +15,7 @@ from dora.core.balance import Balance
 from dora.core.fleet.hosting import Hosting
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker
-from dora.core.groups.evaluations import Evaluations
+from dora.core.groups.evaluations import RunningEvaluations
 from dora.core.groups.queues import WaitingRequests
 from dora.core.groups.window import Window
 from dora.core.handoff import table
@@ -466,11 +466,11 @@ def aborted_request_is_left_on_its_worker(patch: Patch) -> None:
 
 
 def drain_is_noted_before_it_is_refused(patch: Patch) -> None:
-    def drain(state: State, event: on.DrainAsked) -> None:
+    def drain(state: State, event: on.DrainRequested) -> None:
         state.counters.rebalances += 1
         membership.drain(state, event)
 
-    patch.setitem(machine._HANDLERS, on.DrainAsked, drain)
+    patch.setitem(machine._HANDLERS, on.DrainRequested, drain)
 
 
 # ------------------------------------------------------------------------------------------------------------ handoffs
@@ -674,11 +674,11 @@ def evaluation_keeps_its_slots(patch: Patch) -> None:
 
 
 def evaluations_die_with_their_worker(patch: Patch) -> None:
-    def lost(self: Evaluations, worker_id: str, now_s: float) -> None:
+    def lost(self: RunningEvaluations, worker_id: str, now_s: float) -> None:
         self.held.pop(worker_id, None)
         self.lent.discard(worker_id)
 
-    patch.setattr(Evaluations, "lost", lost)
+    patch.setattr(RunningEvaluations, "lost", lost)
 
 
 def evaluation_outlives_its_weights(patch: Patch) -> None:
@@ -689,7 +689,7 @@ def evaluation_outlives_its_weights(patch: Patch) -> None:
 def evaluation_ends_with_its_last_prompt(patch: Patch) -> None:
     """It is done as soon as nothing of it is left to begin."""
 
-    def end(state: State, asked: evaluation.Evaluation) -> None:
+    def end(state: State, asked: evaluation.RunningEvaluation) -> None:
         if not asked.todo:
             evaluation._end(state, asked, "")
 
@@ -697,10 +697,10 @@ def evaluation_ends_with_its_last_prompt(patch: Patch) -> None:
 
 
 def preempted_evaluation_is_forgotten(patch: Patch) -> None:
-    def wait(self: Evaluations, request_id: str, now_s: float) -> None:
+    def wait(self: RunningEvaluations, request_id: str, now_s: float) -> None:
         self.leaves(self.requests[request_id])
 
-    patch.setattr(Evaluations, "wait", wait)
+    patch.setattr(RunningEvaluations, "wait", wait)
 
 
 def evaluation_takes_more_than_its_share(patch: Patch) -> None:

@@ -25,7 +25,7 @@ from dora.core.state import IDLE, RequestStatus, State
 from dora.data.trajectory import Trajectory
 from dora.journal import records
 from dora.lab.sim.faults.unreliable import UnreliableWorld
-from dora.lab.sim.ledger import Response
+from dora.lab.sim.ledger import SimResponse
 from dora.lab.sim_engine.request import SimRequest
 from dora.orchestrator.rollout.responses import branches, delivery
 from dora.orchestrator.rollout.responses import buffer as response_buffer
@@ -137,24 +137,24 @@ def ended_session_may_end_again(patch: Patch) -> None:
 def opened_groups_are_beyond_the_window(patch: Patch) -> None:
     """A group whose caller names its version is neither counted nor refused."""
 
-    def asked(state: State, event: on.GroupAsked) -> None:
+    def asked(state: State, event: on.GroupRequested) -> None:
         entry = admission._enqueue(state, event.prompt)
         state.backlog.remove(entry)
         admission.admit(state, entry, event.version)
         state.worklist.wake()
 
-    patch.setitem(machine._HANDLERS, on.GroupAsked, asked)
+    patch.setitem(machine._HANDLERS, on.GroupRequested, asked)
 
 
 def two_turns_at_once(patch: Patch) -> None:
     """A turn is queued, whatever its session does."""
 
-    def asked(state: State, event: on.TurnAsked) -> None:
+    def asked(state: State, event: on.TurnRequested) -> None:
         row = state.request_row.get(event.request_id)
         if row is not None and state.requests["status"][row] == IDLE:
-            sessions.asked(state, event)
+            sessions.requested(state, event)
 
-    patch.setitem(machine._HANDLERS, on.TurnAsked, asked)
+    patch.setitem(machine._HANDLERS, on.TurnRequested, asked)
 
 
 def asked_turn_is_queued_twice(patch: Patch) -> None:
@@ -162,9 +162,9 @@ def asked_turn_is_queued_twice(patch: Patch) -> None:
 
     def leaves(state: State, row: int) -> None:
         if (worker := state.owner(row)) is not None:
-            worker.asked.pop(row, None)
-            if not worker.asked:
-                state.asked_at.discard(worker.index)
+            worker.waiting_turns.pop(row, None)
+            if not worker.waiting_turns:
+                state.waiting_turns_at.discard(worker.index)
         else:
             state.waiting[int(state.requests["version"][row])].remove(row)
 
@@ -174,7 +174,7 @@ def asked_turn_is_queued_twice(patch: Patch) -> None:
 def another_history_is_continued(patch: Patch) -> None:
     """A worker that has returned continues a turn that the journal does not know."""
 
-    def continues(self: UnreliableWorld, response: Response, request: SimRequest | None, tokens: int) -> bool:
+    def continues(self: UnreliableWorld, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
         return tokens >= response.tokens
 
     patch.setattr(UnreliableWorld, "_continues", continues)

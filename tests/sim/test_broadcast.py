@@ -13,7 +13,7 @@ import pytest
 from dora.errors import Conflict
 from dora.orchestrator.hosts.broadcast import Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.link import Link
-from dora.relay.orders import Arrived, Failed, Upstream
+from dora.relay.orders import Arrived, FetchFailed, Upstream
 from dora.weights.manifest import parsed_name, version_name
 from tests.sweeps import tenth_of
 
@@ -33,7 +33,7 @@ def name_of(version: int, edition: int = 0) -> str:
 class SimHost:
     epoch: int
     orders: "deque[Fetch | Drop]" = field(default_factory=deque)
-    told: "deque[Arrived | Failed]" = field(default_factory=deque)
+    told: "deque[Arrived | FetchFailed]" = field(default_factory=deque)
     fetching: dict[str, Fetch] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
 
@@ -181,11 +181,11 @@ class World:
         if isinstance(order, Drop):
             own.whole.discard(order.name)
             if own.fetching.pop(order.name, None):
-                own.told.append(Failed(order.name, "retired"))
+                own.told.append(FetchFailed(order.name, "retired"))
         elif order.name in own.whole:
             own.told.append(Arrived(order.name, "", 0, 0.0, None))
         elif own.held(order.name):
-            own.told.append(Failed(order.name, "another one of this number is here"))
+            own.told.append(FetchFailed(order.name, "another one of this number is here"))
         else:
             own.fetching[order.name] = order
         return True
@@ -202,7 +202,7 @@ class World:
             if having and not fails:
                 del own.fetching[name]
                 if own.held(name):
-                    own.told.append(Failed(name, "another one was published meanwhile"))  # and it stays
+                    own.told.append(FetchFailed(name, "another one was published meanwhile"))  # and it stays
                     return True
                 own.take_in(name)
                 link = Link(10 ** self.chance.uniform(6, 10), 1e-4) if self.chance.random() < 0.5 else None
@@ -211,7 +211,7 @@ class World:
             if fails or not any(self.comes(each, name) for each in asked):
                 del own.fetching[name]
                 culprits = tuple(each.host for each in asked if fails and self.chance.random() < 0.3)
-                own.told.append(Failed(name, "nobody gave it", culprits))
+                own.told.append(FetchFailed(name, "nobody gave it", culprits))
                 return True
         return False
 

@@ -9,7 +9,7 @@ import pytest
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
-from dora.core.handoff.table import TABLE, Action, Handoff, Kind, Phase, Signal
+from dora.core.handoff.table import TABLE, Action, Handoff, HandoffKind, Phase, Signal
 from dora.core.policies import POLICIES, allows_any
 from dora.core.policies.dora import DoraPolicy
 from dora.lab.sim.faults.fault_kinds import KINDS
@@ -31,7 +31,7 @@ KINDS_OF_THEN = (
 )
 HANDOFFS = "handoff,copy,strand,migrate,cancel,trainer,pool"  # which begin handoffs, or befall them
 ASKED = (  # by people
-    *(on.MigrateAsked, on.DrainAsked, on.RebalanceAsked, on.GroupCancelled, on.PromptCancelled),
+    *(on.MigrationRequested, on.DrainRequested, on.RebalanceRequested, on.GroupCancelled, on.PromptCancelled),
     on.AdmissionEnded,
 )
 
@@ -198,7 +198,7 @@ def test_faults_meet_what_they_are_for(met: Counter[tuple[Phase, Signal]]) -> No
 @pytest.mark.full
 def test_whatever_befalls_a_pool_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most transitions of a handoff into a pool are taken, and most of one out of it, where no response can end."""
-    taken: set[tuple[Kind, Phase, Signal]] = set()
+    taken: set[tuple[HandoffKind, Phase, Signal]] = set()
     advance = Handoff.advance
 
     def recorded(self: Handoff, signal: Signal) -> tuple[Action, ...]:
@@ -207,8 +207,8 @@ def test_whatever_befalls_a_pool_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Handoff, "advance", recorded)
     assert not failures(sweep(range(70), ("dora",), "pool,handoff,strand,hang"))
-    into = {key for key in TABLE if (Kind.PARK, *key) not in taken}
-    out_of = {key for key in TABLE if (Kind.RESUME, *key) not in taken and key[1] is not Signal.FINISHED}
+    into = {key for key in TABLE if (HandoffKind.PARK, *key) not in taken}
+    out_of = {key for key in TABLE if (HandoffKind.RESUME, *key) not in taken and key[1] is not Signal.FINISHED}
     assert len(into) <= 8 and len(out_of) <= 10, f"never: {into}, {out_of}"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dora.core.dispatcher import Dispatcher
 from dora.core.observation import view_of
-from dora.core.plan import LINE, POOL, Move, Trigger
+from dora.core.plan import POOL, QUEUE, Move, Trigger
 from dora.core.policies import POLICIES, policy_of
 from dora.core.state import State
 from dora.lab.sim.faults.fault_kinds import KINDS
@@ -25,7 +25,7 @@ def check_moves(state: State, moves: tuple[Move, ...], target_of: Callable[[int]
     for move in moves:
         source, version = state.owner(move.row), int(state.requests["version"][move.row])
         assert source is not None
-        if move.target in (POOL, LINE):
+        if move.target in (POOL, QUEUE):
             assert state.pools
             continue
         assert move.target >= 0

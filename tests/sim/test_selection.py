@@ -11,7 +11,7 @@ from dora.core.policies import POLICIES
 from dora.core.rules.selection import REDUNDANT
 from dora.errors import InvalidValue
 from dora.lab.sim.figures.report import Report
-from dora.lab.sim.ledger import Ledger, Lost
+from dora.lab.sim.ledger import Lost, SimLedger
 from dora.lab.sim.presets import composed
 from dora.lab.sim.run import simulate
 from dora.lab.sim.scenario import Scenario
@@ -106,7 +106,7 @@ def test_redundant_rollout_drops_a_steps_slowest_groups_and_shortens_the_step() 
 
 
 def test_cancelled_groups_leave_the_books_with_their_tokens_counted() -> None:
-    ledger, scenario = Ledger(1, 4, spare=1), scenario_of("dora")
+    ledger, scenario = SimLedger(1, 4, spare=1), scenario_of("dora")
     ledger.offer(prompts := WorkloadStream(scenario.workload, 0, 4).take(2))
     for number, prompt in enumerate(prompts):
         names = tuple(f"g{number}.{index}" for index in range(prompt.group_size))
@@ -129,7 +129,7 @@ def test_cancelled_groups_leave_the_books_with_their_tokens_counted() -> None:
     ids=["more than was asked for", "not due", "finished"],
 )
 def test_the_books_refuse_what_is_not_redundant(version: int, spare: int, unscored: int) -> None:
-    ledger = Ledger(1, 4, spare)
+    ledger = SimLedger(1, 4, spare)
     ledger.offer(prompts := WorkloadStream(scenario_of("dora").workload, 0, 4).take(1))
     ledger.admit(do.AdmitGroup("g0", prompts[0].prompt_id, version, ("g0.0", "g0.1")))
     ledger.groups["g0"].unscored = unscored

@@ -130,7 +130,7 @@ class Conversation:
     def exchange(self) -> Ask:
         self.user()
         ask = self.tree.ask(self.messages, self.tools)
-        assert ask.given and not ask.reason and ask.branch == 0
+        assert ask.inputs and not ask.reason and ask.branch == 0
         sampled = self.sample()
         stream = TextStream(self.chat, special_tokens=True)
         text = stream.push(sampled) + stream.end()
@@ -141,7 +141,7 @@ class Conversation:
         reply = parser.parse(text)
         message = reply.message()
         self.tree.answered(ask, sampled, message)
-        self.tokens += [*ask.given, *sampled]
+        self.tokens += [*ask.inputs, *sampled]
         assert self.tree.branches[0].token_ids == self.tokens
         self.messages.append(self.repeated(message))
         return ask

@@ -10,12 +10,12 @@ from typing import Any
 from dora.agents.chat.rendering import ChatRenderer
 from dora.agents.chat.tool_calls import format_of
 from dora.agents.front.app import Mount, serving
-from dora.agents.front.door import Door, Limits
+from dora.agents.front.gateway import FrontLimits, Gateway
 from dora.agents.front.listening import listening_socket
 from dora.agents.front.model import ServedModel
-from dora.agents.front.source import Live, Opening, Sampled
+from dora.agents.front.source import LiveVersions, Sampled, SessionOpening
 from dora.errors import Conflict, InvalidValue, LimitExceeded, NotFound
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.tls.http import HttpTls
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
@@ -86,7 +86,7 @@ class FakeSession:
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
         self.given_name = name
-        self.asked.append(dict(sampling or {}))
+        self.requested.append(dict(sampling or {}))
         own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
@@ -123,7 +123,7 @@ class FakeService:
     policy: Policy = text_policy
     versions: tuple[int, ...] = (6, 7)
     sessions: list[FakeSession] = field(default_factory=list)
-    openings: list[Opening] = field(default_factory=list)
+    openings: list[SessionOpening] = field(default_factory=list)
     is_full: bool = False
     window: asyncio.Event | None = None  # an opening waits for it
     waiting: list[str] = field(default_factory=list)
@@ -132,8 +132,8 @@ class FakeService:
     gate: asyncio.Event | None = None  # a turn's second piece waits for it
     groups: dict[str, list[FakeSession]] = field(default_factory=dict)
 
-    async def live(self) -> Live:
-        return Live("styled", self.versions[-1], self.versions, self.context, {"temperature": 1.0, "stop": ()})
+    async def live(self) -> LiveVersions:
+        return LiveVersions("styled", self.versions[-1], self.versions, self.context, {"temperature": 1.0, "stop": ()})
 
     async def find(self, group: str, size: int) -> list[FakeSession]:
         if group not in self.groups:
@@ -153,7 +153,7 @@ class FakeService:
             await found.is_idle.wait()
         return found
 
-    async def open(self, opening: Opening) -> list[FakeSession]:
+    async def open(self, opening: SessionOpening) -> list[FakeSession]:
         if self.is_full:
             raise LimitExceeded("sessions", opening.size, "less: the window is full")
         if opening.version not in (None, *self.versions):
@@ -212,16 +212,16 @@ async def front(
     style: str = "qwen2.5",
     *,
     key: str = "",
-    limits: Limits | None = None,
+    limits: FrontLimits | None = None,
     mount: Mount | None = None,
     tls: HttpTls | None = None,
-    tokens: Tokens | None = None,
+    tokens: ServiceTokens | None = None,
     **service: Any,
-) -> AsyncIterator[tuple[str, FakeService, Door]]:
+) -> AsyncIterator[tuple[str, FakeService, Gateway]]:
     """A front's base URL, its service and its door."""
     fake = FakeService(Chat(STYLES[style]), **service)
-    async with front_of(fake, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as (url, door):
-        yield url, fake, door
+    async with front_of(fake, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as (url, gateway):
+        yield url, fake, gateway
 
 
 @asynccontextmanager
@@ -229,14 +229,14 @@ async def front_of(
     fake: FakeService,
     *,
     key: str = "",
-    limits: Limits | None = None,
+    limits: FrontLimits | None = None,
     mount: Mount | None = None,
     tls: HttpTls | None = None,
-    tokens: Tokens | None = None,
-) -> AsyncIterator[tuple[str, Door]]:
+    tokens: ServiceTokens | None = None,
+) -> AsyncIterator[tuple[str, Gateway]]:
     """The base URL and the door of a front over this service."""
-    async with fronts(fake, 1, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as ((url,), (door,)):
-        yield url, door
+    async with fronts(fake, 1, key=key, limits=limits, mount=mount, tls=tls, tokens=tokens) as ((url,), (gateway,)):
+        yield url, gateway
 
 
 @asynccontextmanager
@@ -245,20 +245,20 @@ async def fronts(
     count: int,
     *,
     key: str = "",
-    limits: Limits | None = None,
+    limits: FrontLimits | None = None,
     mount: Mount | None = None,
     tls: HttpTls | None = None,
-    tokens: Tokens | None = None,
-) -> AsyncIterator[tuple[list[str], list[Door]]]:
+    tokens: ServiceTokens | None = None,
+) -> AsyncIterator[tuple[list[str], list[Gateway]]]:
     """The base URLs and the doors of so many fronts over this service."""
     chat = fake.chat
     ends = frozenset(chat.ends())
     model: Any = ServedModel(chat, ends, format_of(chat.style.template), ChatRenderer(chat, ends))  # type: ignore[arg-type]
-    doors = [Door(fake, model, key=key, limits=limits, tls=tls, tokens=tokens) for _ in range(count)]
+    doors = [Gateway(fake, model, key=key, limits=limits, tls=tls, tokens=tokens) for _ in range(count)]
     async with AsyncExitStack() as stack:
         listening = (listening_socket("127.0.0.1:0", has_key=bool(key)) for _ in doors)
         urls = [
-            await stack.enter_async_context(serving(door, each, mount))
-            for door, each in zip(doors, listening, strict=True)
+            await stack.enter_async_context(serving(gateway, each, mount))
+            for gateway, each in zip(doors, listening, strict=True)
         ]
         yield urls, doors

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dora.config import RolloutConfig
-from dora.data.given_digest import beginning_digest, given_digest
+from dora.data.input_digest import beginning_digest, input_digest
 from dora.data.token_spans import TokenColumns, TokenSpan
 from dora.data.types import Prompt
 from dora.orchestrator.rollout.responses.accepted import BegunSegment
@@ -97,7 +97,7 @@ def test_nothing_of_a_report_that_mixes_versions_is_appended(buffer: ResponseBuf
 def test_nothing_of_a_report_with_a_gap_is_appended(buffer: ResponseBuffer) -> None:
     with refused(ReportError, field="g0.1: first token", value=1):
         buffer.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,)), TokenSpan(1, 1, (4,), (-1.0,))), 11.0)
-    assert not len(buffer["g0.0"]) and buffer.held(np.array([0, 1, 2])).tolist() == [0, 0, 0]
+    assert not len(buffer["g0.0"]) and buffer.buffered(np.array([0, 1, 2])).tolist() == [0, 0, 0]
 
 
 PROMPT = (5, 6, 7)
@@ -152,7 +152,7 @@ def test_prompt_logprobs_that_nobody_asked_for_are_refused(buffer: ResponseBuffe
 def test_a_worker_without_them_does_not_continue_what_the_service_has_lost(asked: ResponseBuffer) -> None:
     """A request that moved after its first token, which is not in the log: its worker has the token alone."""
     entry = asked["g0.0"]
-    digest = given_digest(beginning_digest(PROMPT), entry.turn_sampling(), (), ())
+    digest = input_digest(beginning_digest(PROMPT), entry.turn_sampling(), (), ())
     assert entry.continues(0, digest), "it has yet to compute them"
     assert entry.continues(2, digest, has_prompt_logprobs=True) and not entry.continues(2, digest)
     asked.accept("w0", 0, reported(TokenSpan(0, 0, (3,), (-1.0,), prompt_logprobs=OF_PROMPT)), 11.0)

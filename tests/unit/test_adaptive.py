@@ -227,7 +227,7 @@ def test_what_it_has_learnt_of_movement_outlives_a_crash() -> None:
         one, again = adaptive(), adaptive()
         run(one, steps, signals)
         again.size = one.size
-        again.learn_again(json.loads(json.dumps(one.learnt())))
+        again.restore(json.loads(json.dumps(one.snapshot())))
         assert run(again, 40, signals, first=steps) == run(one, 40, signals, first=steps)
         assert again.price == one.price > 0.0
 

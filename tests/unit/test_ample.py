@@ -30,10 +30,10 @@ def test_where_kv_is_ample_old_responses_stay_and_new_ones_spread_over_all_that_
     """The six workers that do not work for version 0 get an even share of version 1 as each is ready."""
     bench = after_a_step()
     workers = bench.state.workers.values()
-    assert sorted((worker.target, worker.held) for worker in workers) == [(0, 1)] * 4 + [(1, 0)] * 6
+    assert sorted((worker.target, worker.assigned) for worker in workers) == [(0, 1)] * 4 + [(1, 0)] * 6
     bench.load_all()
     assert not bench.given(do.ReserveSlot)
-    assert sorted(worker.held for worker in workers if worker.hosts == 1) == [1, 3, 3, 3, 3, 3]
+    assert sorted(worker.assigned for worker in workers if worker.hosts == 1) == [1, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(("groups", "held"), [(4, 2), (10_000, 8)])
@@ -65,7 +65,7 @@ def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -
     assert not bench.state.groups.used
     bench.load_all()
     assert not bench.given(do.ReserveSlot)
-    assert sorted(worker.held for worker in bench.state.workers.values()) == [0, 0] + [2] * 8
+    assert sorted(worker.assigned for worker in bench.state.workers.values()) == [0, 0] + [2] * 8
 
 
 def test_what_runs_dry_gets_the_newest_version_without_a_plan() -> None:
@@ -103,5 +103,7 @@ def test_what_runs_dry_goes_where_a_plan_would_put_it(monkeypatch: pytest.Monkey
 def _dry(dispatcher: Dispatcher) -> set[int]:
     """Indexes that hold nothing and are to host an older version."""
     return {
-        worker.index for worker in dispatcher.workers() if not worker.held and 0 <= worker.target < dispatcher.newest
+        worker.index
+        for worker in dispatcher.workers()
+        if not worker.assigned and 0 <= worker.target < dispatcher.newest
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dora.errors import InvalidValue
-from dora.lab.planning.layout import Stage, stage_parameters, stages
+from dora.lab.planning.layout import PipelineStage, stage_parameters, stages
 from dora.lab.planning.models import MODELS, ModelSpec
 from dora.ops.cli.offline.model_architecture import planned_model
 from tests.refusals import refused
@@ -148,7 +148,7 @@ def test_any_dense_model_or_mixture_has_the_sizes_of_its_fields(seed: int, tmp_p
     assert found.active_parameters == outside + layers * (attention + router + network * max(1, chosen)), tree
     assert found.kv_token_bytes == layers * 2 * kv * head_dim * 2
     assert (found.tied, found.experts, found.experts_per_token) == (tied, experts, chosen)
-    whole = (Stage(layers, found.embeddings, 1, logits=True),)
+    whole = (PipelineStage(layers, found.embeddings, 1, logits=True),)
     assert sum(map(sum, (stage_parameters(found, stage) for stage in whole))) == pytest.approx(found.parameters)
     assert stages(found, 1) == whole
 

@@ -105,12 +105,12 @@ def test_a_group_of_a_version_is_admitted_at_once_or_refused() -> None:
     """It passes the backlog, where others wait for a worker."""
     machine = machine_with(offered(0))
     for number in range(8):  # a window of two steps of four groups
-        commands = machine.handle(on.GroupAsked(offered(10 + number), 0), 1.0)
+        commands = machine.handle(on.GroupRequested(offered(10 + number), 0), 1.0)
         assert admitted(commands) == [f"p{10 + number}"] and machine.state.backlog.first() is not None
     with refused(Conflict, field="version", value=1):
-        machine.handle(on.GroupAsked(offered(20), 1), 1.0)
+        machine.handle(on.GroupRequested(offered(20), 1), 1.0)
     with refused(Conflict, field="version", value=0):
-        machine.handle(on.GroupAsked(offered(20), 0), 1.0)
+        machine.handle(on.GroupRequested(offered(20), 0), 1.0)
     assert [each.request_id for each in join(machine) if isinstance(each, do.StartRequest)] == ["g0.0", "g1.0"]
     check_state(machine.state)
 
@@ -119,7 +119,7 @@ def test_a_drained_service_admits_no_group_of_a_version() -> None:
     machine = machine_with()
     machine.handle(on.AdmissionEnded(), 1.0)
     with refused(Conflict, field="version", value=0):
-        machine.handle(on.GroupAsked(offered(1), 0), 1.0)
+        machine.handle(on.GroupRequested(offered(1), 0), 1.0)
 
 
 def test_taking_the_last_prompt_back_ends_the_last_step() -> None:

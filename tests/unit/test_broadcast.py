@@ -5,7 +5,7 @@ import pytest
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.hosts.broadcast import ATTEMPTS, Broadcast, Command, Drop, Fetch, GaveUp, Gone, Ready
 from dora.relay.link import Link, piece_chunks
-from dora.relay.orders import Arrived, Failed
+from dora.relay.orders import Arrived, FetchFailed
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.manifest import version_name
 from tests.refusals import refused
@@ -34,7 +34,7 @@ def arrived(broadcast: Broadcast, host: str, version: int = 1, link: Link | None
 
 
 def failed(broadcast: Broadcast, host: str, *culprits: str) -> list[Command]:
-    return broadcast.failed(host, 1, Failed(name_of(1), "why", culprits))
+    return broadcast.failed(host, 1, FetchFailed(name_of(1), "why", culprits))
 
 
 def test_a_published_version_goes_down_the_chain() -> None:

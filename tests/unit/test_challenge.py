@@ -9,13 +9,13 @@ from dora.errors import LimitExceeded
 from dora.rpc import challenge, proof
 from dora.rpc.challenge import FRESH_S, NUMBERS_KEPT, Challenges
 from dora.rpc.errors import Unauthenticated
-from dora.rpc.proven import Session
-from dora.rpc.roles import Caller, Role, Tokens
+from dora.rpc.proven import ProvenSession
+from dora.rpc.roles import Caller, Role, ServiceTokens
 from tests.proofs import session_with
 from tests.refusals import refused
 
 METHOD = "/dora.v1.Operator/GetStatus"
-TOKENS = Tokens("owner")
+TOKENS = ServiceTokens("owner")
 
 
 class Bench:
@@ -25,10 +25,10 @@ class Bench:
         self.now_s = 1000.0
         self.challenges = Challenges(TOKENS, lambda: self.now_s)
 
-    def session(self, token: str = "owner") -> Session:
+    def session(self, token: str = "owner") -> ProvenSession:
         return session_with(self.challenges, token)
 
-    def admit(self, session: Session, number: int, method: str = METHOD) -> challenge.Admitted:
+    def admit(self, session: ProvenSession, number: int, method: str = METHOD) -> challenge.ProvenCall:
         session.calls = number - 1
         sent = session.credential(METHOD)
         return self.challenges.admit(sent.metadata, method)
@@ -100,14 +100,14 @@ def test_a_damaged_credential_is_refused(seed: int) -> None:
 
 def test_an_ended_token_is_known_but_not_valid() -> None:
     """So that its worker can believe that it is refused."""
-    tokens, nonce = Tokens("owner"), secrets.token_bytes(proof.NONCE_BYTES)
+    tokens, nonce = ServiceTokens("owner"), secrets.token_bytes(proof.NONCE_BYTES)
     first, second = tokens.started("w0"), tokens.started("w0")
     held = Challenges(tokens)
     for token, is_ended in ((first, True), (second, False)):
         reply = held.answer(nonce, "w0")
         key = proof.key_of(token)
         assert proof.service_proof(key, nonce, reply.nonce) in {each.proof for each in reply.proofs}
-        session = Session("worker/w0", nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
+        session = ProvenSession("worker/w0", nonce, reply.nonce, proof.session_key(key, nonce, reply.nonce))
         sent = session.credential("/dora.v1.Worker/Connect")
         found = held.admit(sent.metadata, "/dora.v1.Worker/Connect")
         assert found.is_ended is is_ended and found.caller.worker_id == "w0" and found.answer == sent.answer

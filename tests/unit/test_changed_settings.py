@@ -20,7 +20,7 @@ from dora.journal import records
 from dora.journal.finding import LEDGER_FILE
 from dora.journal.ledger import OPEN, Ledger, LiveGroup, admitted_again
 from dora.orchestrator.recovery.changed_settings import check_changes, pinned
-from dora.orchestrator.recovery.recovery_state import Standing, standing
+from dora.orchestrator.recovery.recovery_state import RestoredWindow, standing
 from tests.refusals import refused
 from tests.sweeps import examples
 from tests.unit.journal.incarnations import SMALL, Incarnation, Known, opened
@@ -53,7 +53,9 @@ def values_of(window: Window, short_step: int = -1) -> dict[str, Any]:
     }
 
 
-def started(window: Window, is_open: list[Group], size: int, groups: int, short_step: int) -> tuple[Standing, Window]:
+def started(
+    window: Window, is_open: list[Group], size: int, groups: int, short_step: int
+) -> tuple[RestoredWindow, Window]:
     """A window with other settings. Raises IllegalTransition if the open groups do not fit into it."""
     taken = (
         window.groups_per_step - (window.left if window.step == window.newest else 0) if short_step < 0 else 1

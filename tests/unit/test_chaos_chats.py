@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dora.data.trajectory import Trajectory
-from dora.data.types import GIVEN, EnvironmentEvent
+from dora.data.types import INPUT, EnvironmentEvent
 from tests.chaos.chats import counted, digest, is_chat, wrong
 from tests.contract.trainer_service import make_branch
 from tests.session_script import turns_of
@@ -20,7 +20,7 @@ def branch(index: int, prompt: list[int], turns: int, log: str = "") -> Trajecto
     for _ in range(turns - 1):
         tokens += GIVEN_TOKENS + SAMPLED
         mask += [0] * len(GIVEN_TOKENS) + [1] * len(SAMPLED)
-    events = (EnvironmentEvent(0, GIVEN, "agent", "", 1.0),)
+    events = (EnvironmentEvent(0, INPUT, "agent", "", 1.0),)
     return make_branch(index, prompt, tokens, mask, prompt_id=NAME, events=events, reward=3.0, verifier_log=log)
 
 

@@ -83,7 +83,7 @@ def test_a_changed_answer_forks_at_the_answer_before() -> None:
     ask = tree.ask([*messages, {"role": "user", "content": "?"}])
     assert ask.begins and ask.reason == "history" and tree.prefix_breaks == {"history": 1}
     assert ask.origin == (0, tree.branches[0].turns[0][1])
-    assert conversation.chat.decode(ask.given).count("It is mine.") == 1
+    assert conversation.chat.decode(ask.inputs).count("It is mine.") == 1
     assert len(tree.branches[0].turns) == 3 and tree.branches[1].turns == tree.branches[0].turns[:1]
 
 
@@ -105,7 +105,7 @@ def test_a_second_continuation_is_a_branch_and_no_break() -> None:
     conversation = asked()
     tree, messages = conversation.tree, [*conversation.messages, {"role": "user", "content": "?"}]
     first, second = tree.ask(messages), tree.ask(messages)
-    assert not first.begins and second.begins and second.reason == BRANCH and first.given == second.given
+    assert not first.begins and second.begins and second.reason == BRANCH and first.inputs == second.inputs
     assert second.origin == (0, len(tree.branches[0].token_ids)) and not tree.prefix_breaks
     tree.answered(first, [5, 6], {"role": "assistant", "content": "x"})
     tree.answered(second, [7], {"role": "assistant", "content": "y"})
@@ -122,7 +122,7 @@ def test_a_failed_turn_leaves_its_history() -> None:
     tree.dropped(again := tree.ask(messages))
     assert not again.begins
     after = tree.ask(messages)
-    assert after.begins and after.reason == BRANCH and after.given == again.given
+    assert after.begins and after.reason == BRANCH and after.inputs == again.inputs
 
 
 def test_an_unproven_suffix_is_counted_and_keeps_what_it_can() -> None:
@@ -142,17 +142,17 @@ def test_an_unproven_suffix_is_counted_and_keeps_what_it_can() -> None:
 def test_token_ids_continue_the_branch_that_they_begin_with() -> None:
     tree = SessionTree(renderer("chatml")[1])
     first = tree.ask_tokens([1, 2, 3])
-    assert (first.branch, first.given, first.reason) == (0, (1, 2, 3), "")
+    assert (first.branch, first.inputs, first.reason) == (0, (1, 2, 3), "")
     tree.answered(first, [4, 5])
     second = tree.ask_tokens([1, 2, 3, 4, 5, 6])
-    assert (second.branch, second.given, second.begins) == (0, (6,), False)
+    assert (second.branch, second.inputs, second.begins) == (0, (6,), False)
     tree.answered(second, [7, 8])
     rewound = tree.ask_tokens([1, 2, 3, 4, 5, 9])
-    assert rewound.begins and rewound.origin == (0, 5) and rewound.given == (9,) and rewound.reason == BRANCH
+    assert rewound.begins and rewound.origin == (0, 5) and rewound.inputs == (9,) and rewound.reason == BRANCH
     tree.answered(rewound, [10])
     assert not tree.prefix_breaks
     cut = tree.ask_tokens([1, 2, 3, 4, 5, 6, 7, 99, 9])
-    assert cut.origin == (0, 5) and cut.given == (6, 7, 99, 9) and cut.reason == "tokens"
+    assert cut.origin == (0, 5) and cut.inputs == (6, 7, 99, 9) and cut.reason == "tokens"
     assert tree.prefix_breaks == {"tokens": 1}
     assert tree.ask_tokens([1, 2, 3, 4, 5, 6, 7, 8]).given == (6, 7, 8)  # a cut-off answer that goes on
     assert tree.ask_tokens([50]).reason == NEW
@@ -273,14 +273,14 @@ def test_a_restored_branch_goes_on_where_its_text_does() -> None:
     sampled = [token_id for each in "It is 3." for token_id in before.chat.encode(each)] + [before.chat.ends()[0]]
     messages = [*before.messages, {"role": "user", "content": "?"}]
     ask = before.tree.ask(messages)
-    tokens = [*before.tree.branches[0].token_ids, *ask.given, *sampled]
+    tokens = [*before.tree.branches[0].token_ids, *ask.inputs, *sampled]
     tree = SessionTree(before.renderer)
     tree.restored(tokens, len(tokens) - len(sampled))
     more = [*messages, {"role": "assistant", "content": "It is 3."}, {"role": "user", "content": "So?"}]
     again = tree.ask(more)
     assert (again.branch, again.begins, again.reason) == (0, False, "") and not tree.prefix_breaks
     assert (
-        before.chat.decode([*tokens, *again.given], special_tokens=True) == before.renderer.prompt(more, None, {}).text
+        before.chat.decode([*tokens, *again.inputs], special_tokens=True) == before.renderer.prompt(more, None, {}).text
     )
 
 

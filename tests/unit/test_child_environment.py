@@ -64,7 +64,7 @@ def test_what_a_command_sets_itself_is_nobodys_surroundings(around: dict[str, st
 @pytest.mark.parametrize("pattern", ["DORA_TOKEN", "DORA_*", "*"])
 def test_no_pattern_passes_the_owners_token(pattern: str) -> None:
     assert (
-        child_environment([pattern], given={"DORA_TOKEN": SECRET, "DORA_ADDRESS": "here:1"}).get("DORA_TOKEN") is None
+        child_environment([pattern], parent={"DORA_TOKEN": SECRET, "DORA_ADDRESS": "here:1"}).get("DORA_TOKEN") is None
     )
 
 

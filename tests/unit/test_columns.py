@@ -10,7 +10,7 @@ import pytest
 from dora.data.token_spans import TokenSpan
 from dora.data.types import EngineCapability, RequestSpec, SamplingParams, TokenDelta
 from dora.errors import InvalidValue
-from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.streams import MemberSessions
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_from_wire, columns_to_wire
@@ -155,7 +155,7 @@ def test_what_ends_last_is_reported_at_once(tiny_dense: Path) -> None:
 
 
 def test_many_workers_are_asked_to_report_less_often() -> None:
-    sessions = Sessions(lambda _session, _reason: None)
+    sessions = MemberSessions(lambda _session, _reason: None)
     joined = [sessions.open(f"w{index}", 1, "host", CAPABILITY) for index in range(12)]
     assert sessions.report_period_ms == 50
     joined.append(sessions.open("w12", 1, "host", CAPABILITY))

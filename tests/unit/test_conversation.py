@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dora.data.conversation import GIVEN, PROMPT, SAMPLED, conversation_of, find_session
+from dora.data.conversation import INPUT, PROMPT, SAMPLED, conversation_of, find_session
 from dora.data.trajectory import Trajectory
 from dora.data.types import EnvironmentEvent, Segment
 from dora.errors import InvalidValue, NotFound
@@ -29,7 +29,7 @@ def ids(text: str) -> list[int]:
 
 
 def given(position: int, name: str, at: float) -> EnvironmentEvent:
-    return EnvironmentEvent(position, GIVEN, name, "", at)
+    return EnvironmentEvent(position, INPUT, name, "", at)
 
 
 def recorded(trajectory_id: str, tokens: list[int], mask: list[int], **changes: Any) -> Trajectory:
@@ -84,9 +84,9 @@ def test_turns_name_their_speakers_times_and_rewards(branches: list[Trajectory])
     ] == [
         (PROMPT, "reset", None, 0, 2, 0.5, None),
         (SAMPLED, "", 0, 0, 3, None, None),
-        (GIVEN, TOOL, None, 3, 1, 1.0, None),
+        (INPUT, TOOL, None, 3, 1, 1.0, None),
         (SAMPLED, "", 1, 4, 2, None, 0.5),
-        (GIVEN, "step", None, 6, 2, 2.0, None),
+        (INPUT, "step", None, 6, 2, 2.0, None),
         (SAMPLED, "", 2, 8, 1, None, None),
     ]
     assert [each.workers for each in found.branches[0].turns if each.speaker == SAMPLED] == [("w0",), ("w1",), ("w1",)]
@@ -105,7 +105,7 @@ def test_turns_have_the_sampling_that_is_their_own(branches: list[Trajectory]) -
 def test_a_fork_knows_what_was_sampled_of_the_tokens_that_it_shares(branches: list[Trajectory]) -> None:
     turns = conversation_of(branches, None).branches[1].turns
     assert [(each.speaker, each.first_token, len(each.token_ids)) for each in turns] == [
-        (PROMPT, 0, 2), (SAMPLED, 0, 3), (GIVEN, 3, 1), (SAMPLED, 4, 1),
+        (PROMPT, 0, 2), (SAMPLED, 0, 3), (INPUT, 3, 1), (SAMPLED, 4, 1),
     ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from dora.rpc.errors import (
     from_rpc_error,
 )
 from dora.rpc.proven import Prover
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from tests.contract.trainer_service import make_group, make_trajectory
 from tests.refusals import data_words, refused
 
@@ -255,7 +255,7 @@ def test_tokens_and_addresses_that_cannot_work_are_refused() -> None:
     with refused(InvalidValue, field="token", value="(not shown)"):
         Prover("127.0.0.1:1", "new\nline")
     with refused(InvalidValue, field="token", value="(not shown)"):
-        Tokens("new\nline")
+        ServiceTokens("new\nline")
     for address in ("nowhere", "host:", ":7070", "host:99999", "host:http"):
         with refused(InvalidValue, field="address"):
             open_channel(address)

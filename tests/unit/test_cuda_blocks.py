@@ -19,7 +19,7 @@ from dora.kvtransfer.device import is_on_device
 from dora.kvtransfer.snapshot import KvLayout
 from dora.worker.copying.cuda_blocks import DeviceStore
 from dora.worker.copying.layer_rows import LayerRows, TensorMisfit
-from dora.worker.reservation import Begun, Reservation
+from dora.worker.reservation import PreparedOpening, Reservation
 from tests.cuda_layouts import KINDS, Sizes, check_both_ways, made
 from tests.refusals import refused
 from tests.streams import Simulated
@@ -127,7 +127,7 @@ def test_a_reservation_writes_slices_of_the_stores_stage() -> None:
     for stage_bytes, writes in ((plain.slice_bytes, 1), (2 * block_bytes, 2), (block_bytes, 4)):
         store = Counting(found.tensors, groups, SOME.blocks, stage_bytes=stage_bytes)
         reservation = Reservation(layout, range(4), store, lambda _: None)
-        reservation._begun = Begun(cast(Opening, SimpleNamespace(layout=layout)), None)
+        reservation._begun = PreparedOpening(cast(Opening, SimpleNamespace(layout=layout)), None)
         assert reservation.write(0, body) and store.writes == writes
 
 

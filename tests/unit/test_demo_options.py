@@ -27,7 +27,7 @@ from tests.refusals import refused
 
 SECONDS = DemoSeconds(model=0.5, start=2.5, first_step=3.0, later_steps=5.0, end=1.0)
 RUN = DemoRun(
-    model="tiny", window=2, workers=2, groups_per_step=2, group_size=2, steps_asked=0, kill_worker_after_s=2.0
+    model="tiny", window=2, workers=2, groups_per_step=2, group_size=2, steps_planned=0, kill_worker_after_s=2.0
 )
 
 

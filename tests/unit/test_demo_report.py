@@ -15,15 +15,15 @@ from dora.data.types import Segment
 from dora.errors import InvalidValue
 from dora.ops.demo.audit import audit, read_record, step_summaries
 from dora.ops.demo.folder import DEFAULT_OUT, OutFolder
-from dora.ops.demo.moves import Move, MoveWatch
+from dora.ops.demo.moves import MoveArc, MoveWatch
 from dora.ops.demo.options import DemoOptions, service_config
 from dora.ops.demo.presets import AGENT_PRESETS, PRESETS, DemoPreset
-from dora.ops.demo.report import DemoRun, DemoSeconds, Evaluated, build_report
+from dora.ops.demo.report import DemoRun, DemoSeconds, VersionEvaluation, build_report
 from dora.ops.demo.run import trainer_spans
 from dora.ops.demo.series import Sample, Shares, WorkerSample, read_series, sample_json, sample_of, shares, stretches
 from dora.ops.demo.summary import print_summary, show_command
 from dora.ops.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_timeline, moved_requests
-from dora.ops.demo.trainer_process import CommittedStep
+from dora.ops.demo.trainer_process import TrainedStep
 from dora.rpc import dora_pb2 as pb
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
@@ -43,12 +43,12 @@ RUN = DemoRun(
     workers=2,
     groups_per_step=GROUPS,
     group_size=GROUP_SIZE,
-    steps_asked=STEPS,
+    steps_planned=STEPS,
     groups_open_at_end=1,
 )
 
 
-EVALUATED: tuple[Evaluated, ...] = (
+EVALUATED: tuple[VersionEvaluation, ...] = (
     {"version": 0, "responses": 8, "reward": 0.25},
     {"version": 2, "responses": 8, "reward": None},
     {"version": 4, "responses": 8, "reward": 0.5},
@@ -233,13 +233,13 @@ def test_the_service_may_have_counted_the_staleness_of_a_step_not_yet_committed(
     first = {0: ["s0-g0", "s0-g1"]}
     counters |= {"groups_admitted": 4.0, "groups_taken": 3.0, "groups_trained": 2.0}
     of_first = [row for row in rows if row["trained_step"] == 0]
-    run = replace(RUN, steps_asked=1, groups_open_at_end=2)
+    run = replace(RUN, steps_planned=1, groups_open_at_end=2)
     report = build_report(of_first, counters, first, SECONDS, run)
     assert (report["staleness_max"], report["failures"]) == (0, [])
 
 
 def test_fewer_steps_than_asked_fail() -> None:
-    report = build_report(*healthy(), SECONDS, replace(RUN, steps_asked=4))
+    report = build_report(*healthy(), SECONDS, replace(RUN, steps_planned=4))
     assert report["failures"] == ["steps = 3, must be 4"]
 
 
@@ -355,24 +355,27 @@ def row(number: int, state: str, worker: str = "", version: int = 0) -> pb.Traje
 def test_moves_are_found_between_lists_of_trajectories() -> None:
     watch = MoveWatch()
 
-    def seen(at_s: float, *rows: pb.TrajectoryStatus) -> tuple[Move, ...]:
+    def seen(at_s: float, *rows: pb.TrajectoryStatus) -> tuple[MoveArc, ...]:
         return watch.seen(rows, {"w0", "w1"}, at_s)
 
     assert seen(0.0, row(0, "running", "w0"), row(1, "moving", "w0"), row(2, "waiting")) == ()
     direct = [row(0, "running", "w1"), row(1, "running", "w1"), row(2, "running", "w0")]
-    assert seen(0.25, *direct) == (Move(0.0, 0.25, "w0", "w1", 0, 2),)
+    assert seen(0.25, *direct) == (MoveArc(0.0, 0.25, "w0", "w1", 0, 2),)
     away = [row(0, "parked", "pool-0"), row(1, "moving", "pool-0"), row(2, "running", "w0")]
     assert seen(0.5, *away) == ()
     back = [row(0, "waiting"), row(1, "running", "w0"), row(2, "finished")]
-    assert seen(0.75, *back) == (Move(0.25, 0.75, "w1", "w0", 0, 1),)
-    assert seen(1.0, row(0, "running", "w1"), row(1, "running", "w0")) == (Move(0.25, 1.0, "w1", "w1", 0, 1),)
+    assert seen(0.75, *back) == (MoveArc(0.25, 0.75, "w1", "w0", 0, 1),)
+    assert seen(1.0, row(0, "running", "w1"), row(1, "running", "w0")) == (MoveArc(0.25, 1.0, "w1", "w1", 0, 1),)
     assert seen(1.25) == ()
     assert seen(1.5, row(0, "running", "w0")) == ()  # it is forgotten once its group has ended
 
 
 def moving() -> list[Sample]:
     """Two workers, and moves in both directions and back to the same worker."""
-    moves = (Move(0.5, 1.0, "w1", "w0", 3, 2), Move(0.0, 1.0, "w0", "w1", 3, 8)), (Move(1.0, 2.0, "w1", "w1", 3, 1),)
+    moves = (
+        (MoveArc(0.5, 1.0, "w1", "w0", 3, 2), MoveArc(0.0, 1.0, "w0", "w1", 3, 8)),
+        (MoveArc(1.0, 2.0, "w1", "w1", 3, 1),),
+    )
     return [replace(engines(step, (step, 4), (step, 4)), moves=moves[step - 1] if step else ()) for step in range(3)]
 
 
@@ -391,7 +394,7 @@ def test_arcs_join_the_rows_of_the_moves() -> None:
 
 
 def test_of_too_many_arcs_the_largest_are_drawn() -> None:
-    moves = tuple(Move(0.0, float(at), "w0", "w1", 0, 1 + at % 7) for at in range(3 * ARCS_MAX))
+    moves = tuple(MoveArc(0.0, float(at), "w0", "w1", 0, 1 + at % 7) for at in range(3 * ARCS_MAX))
     arcs = arcs_of([replace(engines(0, (0, 1), (0, 1)), moves=moves)], {"w0": 0, "w1": 1})
     assert len(arcs) == ARCS_MAX
     assert sum(arc.requests for arc in arcs) == sum(sorted(move.requests for move in moves)[-ARCS_MAX:])
@@ -410,7 +413,7 @@ def test_moves_survive_the_series_and_older_series_have_none(tmp_path: Path) -> 
 
 
 def test_the_trainers_row_has_a_span_for_each_step() -> None:
-    steps = [CommittedStep(0, 11.0, 3.0, 2.0), CommittedStep(1, 13.0, 1.0, 0.5), CommittedStep(2, 13.0, 0.0, 0.0)]
+    steps = [TrainedStep(0, 11.0, 3.0, 2.0), TrainedStep(1, 13.0, 1.0, 0.5), TrainedStep(2, 13.0, 0.0, 0.0)]
     spans = trainer_spans(steps, 10.0)
     assert spans == [TrainerSpan(0, -2.0, 1.0, 1.0), TrainerSpan(1, 1.0, 3.0, 0.5), TrainerSpan(2, 3.0, 3.0, 0.0)]
     assert [span.busy_share for span in spans] == [pytest.approx(1 / 3), 0.25, 1.0]

@@ -18,7 +18,7 @@ from dora.worker.vllm.device.cpu import features as cpu_features
 from dora.worker.vllm.device.cuda import Cuda
 from dora.worker.vllm.device.port import KINDS, EngineSettings, Kind, check_installed
 from dora.worker.vllm.engine import VllmEngine
-from dora.worker.vllm.views import KvViews, Live
+from dora.worker.vllm.views import EngineRequest, KvViews
 from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_a_step_joins_the_copies_of_kv_before_it_runs() -> None:
 def test_a_request_in_mid_prefill_does_not_move(computed: int, moves: bool) -> None:
     """With chunked prefill a step may compute a part of a prompt, of one that was preempted too."""
     request = RequestSpec("r", 0, tuple(range(10)), SamplingParams(temperature=1.0, seed=1, max_tokens=9))
-    live = Live(request, "r-1", None, outputs=[5, 6], logprobs=[-1.0, -1.0])
+    live = EngineRequest(request, "r-1", None, outputs=[5, 6], logprobs=[-1.0, -1.0])
     state = SimpleNamespace(num_computed_tokens=computed, num_preemptions=0)
     connector = SimpleNamespace(is_offered=lambda _: False, offered=lambda _: None)
     scheduler = SimpleNamespace(requests={"r-1": state}, connector=connector, held={"r-1"})

@@ -13,7 +13,7 @@ from dora.ops.doctor import run
 from dora.ops.doctor.__main__ import verdict_of
 from dora.ops.doctor.run import chosen, run_stage, run_stages
 from dora.ops.doctor.stages import STAGES, Stage
-from dora.ops.doctor.verdict import Failed, Skipped, Subject, Verdict
+from dora.ops.doctor.verdict import Failed, Skipped, StageResult, Subject
 from tests.refusals import refused
 
 
@@ -66,7 +66,7 @@ def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_else_runs_where_the_environment_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "run_stage", lambda stage, *_: Verdict(stage.name, "failed", "no driver"))
+    monkeypatch.setattr(run, "run_stage", lambda stage, *_: StageResult(stage.name, "failed", "no driver"))
     found = list(run_stages(STAGES, "cuda", tmp_path))
     assert [verdict.stage for verdict in found] == [stage.name for stage in STAGES]
     assert [verdict.outcome for verdict in found] == ["failed", *["skipped"] * (len(STAGES) - 1)]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dora.agents.environment.attending import Attending
-from dora.agents.environment.calls import STUCK_MAX, Calls, Failed, TimeOver
+from dora.agents.environment.calls import STUCK_MAX, Calls, EnvironmentFailed, TimeOver
 from dora.agents.environment.episode import Episodes
 from dora.agents.environment.guard import Guard
 from dora.agents.environment.pool import WarmPool
 from dora.agents.environment.protocol import End, Messages, Reply, Task
-from dora.agents.environment.verdicts import Conversation, VerdictCache
+from dora.agents.environment.verdicts import ConversationDigest, VerdictCache
 from dora.config import EnvironmentConfig
 from dora.rewards.limits import UserLimits
 from tests.unit.environment_classes import Echo
@@ -151,7 +151,7 @@ async def test_calls_raise_what_their_call_raises() -> None:
 
     with pytest.raises(RuntimeError):
         await calls.run(fails(), 1.0)
-    with pytest.raises(Failed):
+    with pytest.raises(EnvironmentFailed):
         await calls.run(cancels(), 1.0)
     with pytest.raises(TimeOver):
         await calls.run(asyncio.Event().wait(), 0.0)
@@ -212,7 +212,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
 
 def test_a_conversation_is_known_by_its_task_messages_and_tokens() -> None:
     def key(task: Task, *parts: Any) -> bytes:
-        conversation = Conversation(task)
+        conversation = ConversationDigest(task)
         for each in parts:
             (conversation.replied if isinstance(each, Reply) else conversation.told)(each)
         return conversation.key()
@@ -233,4 +233,6 @@ async def test_a_deterministic_environment_goes_on_with_a_session_of_another_pro
     session = FakeSession(turn=turn_of(2, [1]))
     await attended(Judged, session)
     assert session.rewound == 1 and session.ended is not None and not session.failed
-    assert session.names == ["reset", "step", "step"], "each turn is asked again, and the service repeats its tokens"
+    assert session.names == ["reset", "step", "step"], (
+        "each turn is requested again, and the service repeats its tokens"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from dora.config import RolloutConfig
 from dora.core.state import IDLE, RUNNING, State
-from dora.data.given_digest import beginning_digest, given_digest
+from dora.data.input_digest import beginning_digest, input_digest
 from dora.data.token_spans import TokenSpan
 from dora.data.types import Prompt
 from dora.journal.content import Content
@@ -144,9 +144,9 @@ async def test_a_reader_of_whole_turns_is_woken_by_their_end_alone() -> None:
 @pytest.mark.parametrize(
     ("tokens", "runs", "goes_on"),
     [
-        (4, [(2, 4)], True),  # it has the given tokens, and samples
+        (4, [(2, 4)], True),  # it has the environment tokens, and samples
         (6, [(2, 4)], True),
-        (2, [], True),  # it does not know yet that the turn was asked
+        (2, [], True),  # it does not know yet that the turn was requested
         (3, [], False),
         (4, [], False),  # it sampled on, without what was given
         (4, [(2, 3)], False),
@@ -160,9 +160,9 @@ def test_a_process_continues_its_own_history_alone(tokens: int, runs: list[tuple
     entry = shell.buffer.at(0)
     theirs = [*entry.tokens.tolist(), 9, 9]
     beginning, sampling = beginning_digest(PROMPT.token_ids), entry.turn_sampling(len(runs) and 1)
-    assert entry.continues(tokens, given_digest(beginning, sampling, theirs, runs)) is goes_on
-    assert not entry.continues(tokens, given_digest(beginning, sampling, [1] * 9, runs)) or not runs
-    assert not entry.continues(tokens, given_digest(beginning_digest((2,)), sampling, theirs, runs))
+    assert entry.continues(tokens, input_digest(beginning, sampling, theirs, runs)) is goes_on
+    assert not entry.continues(tokens, input_digest(beginning, sampling, [1] * 9, runs)) or not runs
+    assert not entry.continues(tokens, input_digest(beginning_digest((2,)), sampling, theirs, runs))
 
 
 def test_a_process_that_samples_the_turn_in_another_way_does_not_continue() -> None:
@@ -176,11 +176,11 @@ def test_a_process_that_samples_the_turn_in_another_way_does_not_continue() -> N
     mine = replace(before, max_tokens=9, temperature=0.5, stop=("a",))
     for after in (entry, shell.restored()["g0.0"]):
         assert after.spec().sampling == after.turn_sampling(1) == mine and after.turn_sampling(0) == before
-        assert after.continues(5, given_digest(beginning, mine, [3, 4, 7, 8, 9], [(2, 4)]))
+        assert after.continues(5, input_digest(beginning, mine, [3, 4, 7, 8, 9], [(2, 4)]))
         assert not after.continues(
-            5, given_digest(beginning, replace(mine, temperature=1.0), [3, 4, 7, 8, 9], [(2, 4)])
+            5, input_digest(beginning, replace(mine, temperature=1.0), [3, 4, 7, 8, 9], [(2, 4)])
         )
-        assert after.continues(2, given_digest(beginning, before, [3, 4], [])), "it does not know of the turn yet"
+        assert after.continues(2, input_digest(beginning, before, [3, 4], [])), "it does not know of the turn yet"
 
 
 def test_a_process_of_another_branch_does_not_continue() -> None:
@@ -188,13 +188,13 @@ def test_a_process_of_another_branch_does_not_continue() -> None:
     shell.turn(0)
     entry = shell.buffer.at(0)
     beginning, left = beginning_digest(PROMPT.token_ids), entry.sampling
-    assert entry.continues(2, given_digest(beginning, left, entry.tokens, []))
+    assert entry.continues(2, input_digest(beginning, left, entry.tokens, []))
     shell.records.append(shell.buffer.give(order(entry, (7, 8), 9, "tool", (0, 1)), 12.0))
     for tokens, runs in ((1, []), (2, []), (3, [(1, 3)]), (9, [(1, 3)])):
-        assert not entry.continues(tokens, given_digest(beginning, left, [3, 7, 8, *range(9)], runs)), (
+        assert not entry.continues(tokens, input_digest(beginning, left, [3, 7, 8, *range(9)], runs)), (
             "its seed is another"
         )
-    assert entry.continues(3, given_digest(beginning, entry.turn_sampling(), entry.tokens, [(1, 3)]))
+    assert entry.continues(3, input_digest(beginning, entry.turn_sampling(), entry.tokens, [(1, 3)]))
 
 
 def test_the_log_has_turns_ends_and_attempts() -> None:
@@ -211,7 +211,7 @@ def test_the_log_has_turns_ends_and_attempts() -> None:
         assert replace(before, window_versions=0, finished_at=0.0) == replace(after, window_versions=0, finished_at=0.0)
     assert again["g0.0"].given_bounds() == [(2, 4), (6, 7)] and again["g0.1"].is_closed
     spec: Any = again["g0.0"].spec()
-    assert (spec.given, spec.keeps, spec.sampling.max_tokens, spec.pending) == (((2, 4), (6, 7)), True, 9, 1)
+    assert (spec.inputs, spec.keeps, spec.sampling.max_tokens, spec.pending) == (((2, 4), (6, 7)), True, 9, 1)
     assert not len(again["g0.2~1"]) and again["g0.2~1"].sampling.seed != shell.buffer["g0.3"].sampling.seed
 
 

@@ -34,7 +34,7 @@ class Attended(Evaluating):
         offered = tuple(
             on.OfferedPrompt(f"q{i}", "task", prompt_tokens, group_size, 60, sessions=True) for i in range(prompts)
         )
-        self.post(on.EvaluationAsked("e1", offered))
+        self.post(on.EvaluationRequested("e1", offered))
 
     def turn(self, request_id: str, tokens: int) -> None:
         """A turn of the session ends at so many response tokens."""
@@ -58,18 +58,18 @@ def test_turns_alternate_with_pauses_without_slot_or_kv() -> None:
     bench = attended()
     bench.ask_sessions()
     assert bench.idle == [SESSION] and bench.evaluated_by("w0") == 0, "the environment brings the prompt"
-    bench.post(on.TurnAsked(SESSION, 5, is_prompt=True))
+    bench.post(on.TurnRequested(SESSION, 5, is_prompt=True))
     assert not bench.idle and bench.evaluated_by("w0") == 1
     bench.turn(SESSION, 4)
     assert bench.idle == [SESSION] and bench.evaluated_by("w0") == 0
     assert bench.given(do.RemoveRequest)[-1].request_id == SESSION
     assert bench.state.evaluations.kv_tokens("w0") == 0
-    bench.post(on.TurnAsked(SESSION, 3))
+    bench.post(on.TurnRequested(SESSION, 3))
     (first, second) = (each for each in bench.given(do.StartRequest) if each.request_id == SESSION)
     assert (first.arrival, second.arrival) == ("new", "re-prefilled")
     assert bench.state.evaluations.requests[SESSION].context == 5 + 4 + 3
     bench.turn(SESSION, 9)
-    bench.post(on.TurnAsked(SESSION, 2, after_tokens=4))  # a fork
+    bench.post(on.TurnRequested(SESSION, 2, after_tokens=4))  # a fork
     assert bench.state.evaluations.requests[SESSION].tokens == 6
     bench.turn(SESSION, 8)
     bench.post(on.SessionEnded(SESSION))
@@ -84,20 +84,20 @@ def test_events_that_must_be_refused_change_nothing() -> None:
     bench.ask_sessions(prompt_tokens=5)
     bench.ask("e2", prompts=1)
     with refused(Conflict, names=(SESSION,)):
-        bench.post(on.TurnAsked(SESSION, 3))  # its first turn runs
+        bench.post(on.TurnRequested(SESSION, 3))  # its first turn runs
     with refused(Conflict, names=(SESSION,)):
         bench.post(on.SessionEnded(SESSION))  # without a token
     with refused(NotFound, names=("e2.0.0",)):
-        bench.post(on.TurnAsked("e2.0.0", 3))  # a single answer
+        bench.post(on.TurnRequested("e2.0.0", 3))  # a single answer
     bench.turn(SESSION, 4)
     with refused(InvalidValue, field="tokens", value=0):
-        bench.post(on.TurnAsked(SESSION, 0))
+        bench.post(on.TurnRequested(SESSION, 0))
     with refused(InvalidValue, field="after_tokens", value=-2):
-        bench.post(on.TurnAsked(SESSION, 3, after_tokens=-2))
-    bench.post(on.TurnAsked(SESSION, 3))
+        bench.post(on.TurnRequested(SESSION, 3, after_tokens=-2))
+    bench.post(on.TurnRequested(SESSION, 3))
     bench.post(on.SessionEnded(SESSION))
     with refused(Conflict, names=(SESSION,)):
-        bench.post(on.TurnAsked(SESSION, 3))
+        bench.post(on.TurnRequested(SESSION, 3))
 
 
 def test_sessions_that_wait_for_their_environment_are_as_many_as_slots() -> None:
@@ -105,7 +105,7 @@ def test_sessions_that_wait_for_their_environment_are_as_many_as_slots() -> None
     bench.ask_sessions(prompts=30)
     assert len(bench.idle) == bench.state.workers["w0"].slots == 8
     for request_id in bench.idle[:3]:
-        bench.post(on.TurnAsked(request_id, 5, is_prompt=True))
+        bench.post(on.TurnRequested(request_id, 5, is_prompt=True))
     assert len(bench.idle) == 8 and bench.evaluated_by("w0") == 3
 
 
@@ -179,7 +179,7 @@ def test_a_dead_workers_turn_goes_on_elsewhere() -> None:
     bench = attended()
     bench.ask_sessions(prompt_tokens=5)
     bench.turn(SESSION, 4)
-    bench.post(on.TurnAsked(SESSION, 3))
+    bench.post(on.TurnRequested(SESSION, 3))
     bench.obey(do.StartRequest)
     bench.post(on.WorkerLost("w0", bench.state.workers["w0"].epoch, "killed"))
     bench.join("w1")

@@ -19,7 +19,7 @@ class Evaluating(Bench):
 
     def ask(self, name: str = "e1", prompts: int = 4, group_size: int = 1, **fields: Any) -> list[do.Command]:
         offered = tuple(on.OfferedPrompt(f"q{i}", "task", 5, group_size, 60) for i in range(prompts))
-        return self.post(on.EvaluationAsked(name, offered, **fields))
+        return self.post(on.EvaluationRequested(name, offered, **fields))
 
     def train(self, step: int) -> None:
         """A step of one group is filled and committed; workers load what they are to host."""
@@ -133,7 +133,7 @@ def published(bench: Evaluating, *, offer: int = 0) -> None:
     for _ in range(3):
         bench.obey(do.StartRequest)
         bench.load_all()
-        bench.post(on.RebalanceAsked())
+        bench.post(on.RebalanceRequested())
 
 
 def before_publication(workers: int) -> Evaluating:
@@ -156,7 +156,7 @@ def test_a_share_keeps_so_many_workers_with_the_version(share: float, old: int) 
     published(bench, offer=8)
     assert sorted(targets(bench)) == [0] * old + [1] * (4 - old)
     bench.post(on.EvaluationCancelled("e1", "enough"))
-    bench.post(on.RebalanceAsked())
+    bench.post(on.RebalanceRequested())
     assert sorted(targets(bench)) == [0, 1, 1, 1]
 
 
@@ -191,7 +191,7 @@ def test_an_evaluation_of_an_old_version_that_nobody_hosts_gets_a_worker() -> No
     bench.now_s += UNHOSTED_S
     bench.post(on.Tick())
     assert targets(bench) == [0]
-    bench.post(on.RebalanceAsked())
+    bench.post(on.RebalanceRequested())
     assert targets(bench) == [0], "it is kept"
     bench.end_evaluation()
     assert bench.given(do.EndEvaluation) == [do.EndEvaluation("e1")]

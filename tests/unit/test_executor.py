@@ -28,7 +28,7 @@ from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import TOKEN
-from dora.orchestrator.rollout.streams import Sessions, StepStream, WorkerSession
+from dora.orchestrator.rollout.streams import MemberSessions, StepStream, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
 from dora.orchestrator.rollout.verdicts import Verdicts
@@ -115,7 +115,7 @@ class Parts:
         self.store, self.processes, self.hosts = Store(), Processes(), Hosts()
         self.core = PartCore({"g0.0": 0, "g0.1": 1})
         self.lost: list[str] = []
-        self.sessions = Sessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
+        self.sessions = MemberSessions(lambda session, _: self.lost.append(session.worker_id), self.processes)
         self.session = self.sessions.workers["w0"] = WorkerSession("w0", 1, 7, "host", CAPABILITY)
         self.storage = Storage()
         self.recorder = RecordQueue(None if folder is None else Recorder(folder), self.storage, self.core.spawn)

@@ -15,10 +15,10 @@ from dora.journal import records
 from dora.journal.ledger import Ledger
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.hosts.remote import HostSession
-from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.streams import MemberSessions
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.weights.host_store import HostStore
 from tests.proofs import caller_of
 from tests.refusals import refused
@@ -40,9 +40,9 @@ class Incarnation:
     """One life of a service, as far as its hosts are concerned; the ledger is what the next one finds."""
 
     def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
-        self.tokens, self.ledger, self.posted = Tokens("owner"), ledger, list[on.Event]()
+        self.tokens, self.ledger, self.posted = ServiceTokens("owner"), ledger, list[on.Event]()
         store = HostStore(folder / "store", Path(config.model))
-        self.sessions = Sessions(lambda session, reason: None)
+        self.sessions = MemberSessions(lambda session, reason: None)
         self.hosts = Hosts(config, store, self.sessions, State(config), self.posted.append, self.note)
         stood = ledger.values
         self.awaited = self.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)

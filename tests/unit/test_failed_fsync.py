@@ -13,7 +13,7 @@ import pytest
 from dora.data.run_record import CancelledGroup, CommittedStep, Recorder
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import InvalidValue
-from dora.journal.versions import KeptVersions
+from dora.journal.versions import PersistedVersions
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.committed import missing, read_steps
 from dora.system.line_file import LineFile
@@ -200,7 +200,7 @@ def test_a_version_is_kept_whichever_fsync_fails(
     tmp_path: Path, weights: Path, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it takes the place of an earlier publication."""
-    kept = KeptVersions(tmp_path / "versions")
+    kept = PersistedVersions(tmp_path / "versions")
     for content in (b"first", b"second"):
         store = tmp_path / content.decode()
         store.mkdir()

@@ -42,7 +42,7 @@ def steady(freshness: float = 0.005, window: int = 3, taken: int = 0, lead: floa
 def wanted(freshness: Freshness, window: Window, room: float = 10.0, now_s: float = TRAINING_S) -> tuple[int, int]:
     """Groups of the newest and of an older version, where none is in progress."""
     freshness.look(now_s, window, Rates().pace_s, Table(COLUMNS | BELIEF), NO_ROWS, room)
-    return freshness.wanted(newest=True), freshness.wanted(newest=False)
+    return freshness.needed(newest=True), freshness.needed(newest=False)
 
 
 def test_what_is_wanted_until_groups_of_the_next_version_are_ready_begins_at_a_publish() -> None:
@@ -66,7 +66,7 @@ def test_what_is_open_counts_and_what_was_begun_since_the_forecast() -> None:
         window.admit(1)
     assert wanted(freshness, window)[0] == 12 - 5
     freshness.admitted()
-    assert freshness.wanted(newest=True) == 6
+    assert freshness.needed(newest=True) == 6
 
 
 def test_an_older_version_begins_only_what_the_newest_cannot_have_ready() -> None:
@@ -91,7 +91,7 @@ def test_waits_while_groups_are_held_back_have_more_begun_and_less_and_less_of_i
     usual = wanted(freshness, window)[0]
     for _ in range(usual):
         freshness.admitted()
-    assert freshness.wanted(newest=True) == 0  # held back
+    assert freshness.needed(newest=True) == 0  # held back
     freshness.published(2 * TRAINING_S, 0.2 * TRAINING_S)
     freshness.opened(2 * TRAINING_S)
     more = wanted(freshness, window, now_s=2 * TRAINING_S)[0]

@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from dora.agents.front.door import Limits
 from dora.agents.front.errors import openai_body
+from dora.agents.front.gateway import FrontLimits
 from dora.errors import InvalidValue
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import TOOLS, Chat
@@ -89,7 +89,7 @@ async def test_streams_and_whole_replies_are_the_same() -> None:
 @pytest.mark.parametrize("way", ["header", "path", "both", "key"])
 async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> None:
     policy = iter([CALL, "Two.", "Three."])
-    async with front(policy=lambda _: next(policy)) as (base, service, door):
+    async with front(policy=lambda _: next(policy)) as (base, service, gateway):
         named: dict[str, Any] = {}
         if way == "key":
             async with aiohttp.ClientSession() as http, http.post(f"{base}/sessions", json={"group": "g"}) as opened:
@@ -110,14 +110,14 @@ async def test_a_session_by_header_path_or_key_keeps_its_tokens(way: str) -> Non
                 ]
                 messages += results or [{"role": "user", "content": "More."}]
         (session,) = service.sessions
-        assert session.turn == 3 and not door.prefix_breaks
+        assert session.turn == 3 and not gateway.prefix_breaks
         assert len(service.openings) == 1 and session.ended is None
 
 
 async def test_a_driven_session_has_the_sampling_of_its_prompt() -> None:
-    async with front() as (base, service, door):
+    async with front() as (base, service, gateway):
         handle = service.made(7, None)
-        agent = door.adopt(handle)
+        agent = gateway.adopt(handle)
         async with client(f"{base}/sessions/{handle.session_id}") as api:
             with pytest.raises(openai.BadRequestError) as found:
                 await api.chat.completions.create(model="policy", messages=ASK, temperature=0.5)
@@ -125,7 +125,7 @@ async def test_a_driven_session_has_the_sampling_of_its_prompt() -> None:
             ends: Any = {"stop_token_ids": service.chat.ends()}
             await api.chat.completions.create(model="policy", messages=ASK, extra_body=ends)
             assert agent.begun.is_set() and handle.turn == 1 and not service.openings
-            door.release(agent)
+            gateway.release(agent)
             with pytest.raises(openai.ConflictError):
                 await api.chat.completions.create(model="policy", messages=ASK)
     assert handle.ended is None, "its driver ends it"
@@ -332,7 +332,7 @@ async def test_a_retry_at_another_front_gets_the_turn_of_its_first_call(style: s
     service = FakeService(Chat(STYLES[style]), lambda _: next(policy))
     async with fronts(service, 3) as (urls, doors):
         replies, messages = list[Any](), list(ASK)
-        for number, base in enumerate((urls[0], urls[1], urls[1])):  # each turn is asked again at the second
+        for number, base in enumerate((urls[0], urls[1], urls[1])):  # each turn is requested again at the second
             named: dict[str, Any] = {"X-Session-ID": "s", "Idempotency-Key": f"k{number}"}
             for at in (base, urls[1]):
                 async with client(at, default_headers=named) as api:
@@ -428,7 +428,7 @@ async def test_the_sampling_of_an_opened_session_holds_for_calls_that_say_nothin
 
 
 async def test_statuses_are_those_that_clients_expect() -> None:
-    limits = Limits(body_bytes=5000, in_flight=1, tools=1, sessions=1)
+    limits = FrontLimits(body_bytes=5000, in_flight=1, tools=1, sessions=1)
     async with front(key="secret", limits=limits) as (base, service, _), client(base, "secret") as api:
         asked: Any = {"model": "policy", "messages": ASK}
         async with client(base, "wrong") as other:
@@ -495,7 +495,7 @@ TOOL: Any = {"type": "function", "name": "look_up", "parameters": {"type": "obje
 async def test_responses_are_a_translation_onto_the_same_session() -> None:
     answers = iter((f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}", "Second.", "Third."))
     async with (
-        front("qwen3", policy=lambda _: next(answers)) as (base, service, door),
+        front("qwen3", policy=lambda _: next(answers)) as (base, service, gateway),
         client(f"{base}/sessions/s") as api,
     ):
         items: list[Any] = [{"role": "user", "content": "How many?"}]
@@ -512,7 +512,7 @@ async def test_responses_are_a_translation_onto_the_same_session() -> None:
         with pytest.raises(openai.BadRequestError):
             await api.responses.create(input="x", previous_response_id=second.id)
     (session,) = service.sessions
-    assert session.turn == 3 and not door.prefix_breaks and second.output_text == "Second."
+    assert session.turn == 3 and not gateway.prefix_breaks and second.output_text == "Second."
     assert events[-1].type == "response.completed" and events[-1].response.output_text == "Third."
     assert [each.sequence_number for each in events] == list(range(len(events)))
     assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == "Third."
@@ -520,7 +520,10 @@ async def test_responses_are_a_translation_onto_the_same_session() -> None:
 
 async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> None:
     answers = iter((f"<think>\nHm.\n</think>\n\nFirst.\n{CALL}", "Second.", f"Third.\n{CALL}"))
-    async with front("qwen3", policy=lambda _: next(answers)) as (base, service, door), aiohttp.ClientSession() as http:
+    async with (
+        front("qwen3", policy=lambda _: next(answers)) as (base, service, gateway),
+        aiohttp.ClientSession() as http,
+    ):
         route, chat = f"{base}/sessions/s/v1/messages", [{"role": "user", "content": "How many?"}]
         tool = {"name": "look_up", "input_schema": {"type": "object", "properties": {}}}
         asked: Any = {"model": "policy", "max_tokens": 500, "messages": chat, "tools": [tool], "system": "Be brief."}
@@ -541,7 +544,7 @@ async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> 
         async with http.post(route, json={**asked, "tool_choice": {"type": "any"}}) as reply:
             assert reply.status == 400 and (await reply.json())["error"]["type"] == "invalid_request_error"
     (session,) = service.sessions
-    assert session.turn == 3 and not door.prefix_breaks
+    assert session.turn == 3 and not gateway.prefix_breaks
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     kinds = [each["type"] for each in events]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
@@ -553,7 +556,7 @@ async def test_anthropics_messages_are_a_translation_onto_the_same_session() -> 
 @pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"])
 async def test_a_connection_without_a_whole_request_head_is_closed(begin: bytes) -> None:
     """It says nothing, or its head trickles in, or nothing follows a reply."""
-    async with front(limits=Limits(connection_idle_s=0.2)) as (base, _, _):
+    async with front(limits=FrontLimits(connection_idle_s=0.2)) as (base, _, _):
         host, _, port = base.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(begin)

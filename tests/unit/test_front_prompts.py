@@ -79,8 +79,8 @@ async def test_a_templates_functions_are_no_options() -> None:
 @pytest.mark.parametrize("session", ["", "/sessions/s"])
 async def test_a_text_beyond_the_context_is_refused_at_once_and_disturbs_nobody(session: str) -> None:
     """30 MB, with 128 choices, on each route; meanwhile others are answered. The code is that of a full context."""
-    async with front() as (base, service, door), aiohttp.ClientSession() as http:
-        longest = door.model.tokenizer.longest_token
+    async with front() as (base, service, gateway), aiohttp.ClientSession() as http:
+        longest = gateway.model.tokenizer.longest_token
         for size in (15_000_000, CONTEXT * longest - 200, 3 * CONTEXT * 4):
             chat = [{"role": "user", "content": "a b " * (size // 4)}]
             for route, body in (
@@ -99,8 +99,8 @@ async def test_a_text_beyond_the_context_is_refused_at_once_and_disturbs_nobody(
 
 async def test_choices_are_tokenised_once_and_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[bool]()
-    async with front(context=100_000) as (base, _, door), aiohttp.ClientSession() as http:
-        tokenizer, renders = door.model.tokenizer, [0]
+    async with front(context=100_000) as (base, _, gateway), aiohttp.ClientSession() as http:
+        tokenizer, renders = gateway.model.tokenizer, [0]
         encode = tokenizer.encode
 
         def counted(text: str, special_tokens: bool = True) -> tuple[int, ...]:

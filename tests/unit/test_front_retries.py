@@ -45,7 +45,7 @@ class Agent:
 
 
 async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
-    async with front(policy=counting()) as (base, service, door):
+    async with front(policy=counting()) as (base, service, gateway):
         agent = Agent(base)
         seen = [await agent.ask() for _ in range(3)] + [await agent.ask(**RETRY) for _ in range(3)]
         assert len({*seen}) == len(service.sessions) == 6
@@ -54,7 +54,7 @@ async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
         await until(lambda: len(service.sessions) == 8)
         for each in lost:
             await leave(each)
-        await until(lambda: not door._in_flight)
+        await until(lambda: not gateway._in_flight)
         service.gate.set()
         again = await asyncio.gather(*(agent.ask(**RETRY) for _ in range(2)))
         assert {*again} == {"Sample 6.", "Sample 7."} and len(service.sessions) == 8
@@ -64,12 +64,12 @@ async def test_a_retry_without_a_session_gets_no_siblings_sample() -> None:
 @pytest.mark.parametrize("path", ["/v1", "/sessions/s/v1"])
 async def test_a_broken_connection_leaves_its_turn_to_the_same_request(path: str) -> None:
     """Also in mid-turn: the next one reads the turn that is under way."""
-    async with front(policy=counting(), gate=asyncio.Event()) as (base, service, door):
+    async with front(policy=counting(), gate=asyncio.Event()) as (base, service, gateway):
         agent = Agent(base)
         first = asyncio.create_task(agent.ask(path))
         await until(lambda: service.sessions and service.sessions[0].is_busy)
         await leave(first)
-        await until(lambda: not door._in_flight)
+        await until(lambda: not gateway._in_flight)
         second = asyncio.create_task(agent.ask(path))
         await asyncio.sleep(0)
         service.gate.set()
@@ -95,13 +95,13 @@ async def test_requests_with_one_key_are_one_request() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/s/v1/chat/completions", "/sessions"])
 async def test_a_client_that_leaves_while_the_window_is_full_leaves_nothing(path: str) -> None:
-    async with front(window=asyncio.Event()) as (base, service, door), aiohttp.ClientSession() as http:
+    async with front(window=asyncio.Event()) as (base, service, gateway), aiohttp.ClientSession() as http:
         body: dict[str, Any] = {"group": "g"} if path == "/sessions" else ASK
         waiting = [asyncio.create_task(http.post(base + path, json=body)) for _ in range(2)]
         openings = 2 if path == "/v1/chat/completions" else 1
-        await until(lambda: door._in_flight.total() == 2 and len(service.waiting) == openings)
+        await until(lambda: gateway._in_flight.total() == 2 and len(service.waiting) == openings)
         await leave(waiting[0])
-        await until(lambda: door._in_flight.total() == 1)
+        await until(lambda: gateway._in_flight.total() == 1)
         if path != "/v1/chat/completions":
             assert not service.taken_back, "the other one waits for it"
         await leave(waiting[1])
@@ -114,12 +114,12 @@ async def test_a_client_that_leaves_while_the_window_is_full_leaves_nothing(path
 
 
 async def test_a_call_that_comes_while_an_opening_is_taken_back_opens_anew() -> None:
-    async with front(window=asyncio.Event()) as (base, service, door), aiohttp.ClientSession() as http:
+    async with front(window=asyncio.Event()) as (base, service, gateway), aiohttp.ClientSession() as http:
         url = f"{base}/sessions/s/v1/chat/completions"
         first = asyncio.create_task(http.post(url, json=ASK))
         await until(lambda: service.waiting)
         await leave(first)
-        await until(lambda: not door._in_flight)
+        await until(lambda: not gateway._in_flight)
         service.window.set()
         async with http.post(url, json=ASK) as reply:
             assert reply.status == 200
@@ -150,12 +150,12 @@ async def test_a_request_is_aborted_by_its_own_caller_alone() -> None:
 
 
 async def test_clients_that_leave_streams_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async with front(gate=asyncio.Event()) as (base, service, door):
+    async with front(gate=asyncio.Event()) as (base, service, gateway):
         for _ in range(5):
             async with aiohttp.ClientSession() as http:
                 reply = await http.post(f"{base}/v1/chat/completions", json={**ASK, "stream": True})
                 await reply.content.readline()
                 reply.close()
-        await until(lambda: not door._in_flight)
+        await until(lambda: not gateway._in_flight)
         service.gate.set()
     assert not [each for each in caplog.records if each.exc_info or "never retrieved" in each.getMessage()]

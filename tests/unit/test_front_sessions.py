@@ -10,7 +10,7 @@ import pytest
 
 from dora.agents.chat.rendering import ChatRenderer
 from dora.agents.chat.tool_calls import format_of
-from dora.agents.front.door import Limits
+from dora.agents.front.gateway import FrontLimits
 from dora.agents.front.keys import key_of, opened_id, service_id_of, session_of
 from dora.agents.front.model import ServedModel
 from tests.unit.chat_templates import STYLES
@@ -178,7 +178,7 @@ async def test_malformed_requests_are_refused_without_a_word_in_the_log(caplog: 
 
 async def test_connections_that_ask_nothing_make_room() -> None:
     """Idle ones of strangers, and then a client's, which keeps its place as it has asked something."""
-    async with front(key="k", limits=Limits(connections=8)) as (base, _, _):
+    async with front(key="k", limits=FrontLimits(connections=8)) as (base, _, _):
         host, port = base.removeprefix("http://").split(":")
         async with aiohttp.ClientSession(headers=bearer("k")) as http:
             async with http.get(f"{base}/health") as reply:
@@ -200,7 +200,7 @@ async def test_connections_that_ask_nothing_make_room() -> None:
 
 async def test_places_are_for_those_who_have_proved_themselves() -> None:
     async with (
-        front(limits=Limits(connections=2)) as (base, _, _),
+        front(limits=FrontLimits(connections=2)) as (base, _, _),
         aiohttp.ClientSession() as one,
         aiohttp.ClientSession() as two,
         aiohttp.ClientSession() as three,

@@ -10,10 +10,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from dora.agents.front.door import Limits
+from dora.agents.front.gateway import FrontLimits
 from dora.agents.front.protocols.tinker import sample_pb2 as pb
 from dora.agents.front.protocols.tinker.futures import Futures
-from dora.agents.front.source import Opening
+from dora.agents.front.source import SessionOpening
 from tests.unit.chat_templates import STYLES
 from tests.unit.chats import Chat
 from tests.unit.front_service import FakeService, front, front_of, fronts, prompt_logprobs_of
@@ -126,7 +126,7 @@ async def test_a_repeated_request_gets_the_sample_that_was_begun() -> None:
 async def test_a_front_gives_the_turn_that_another_has_begun_that_died() -> None:
     """The client repeats its request by number, and the service has the group by its name."""
     async with front() as (base, service, _), client(base) as api:
-        (session,) = await service.open(Opening(f"{api.sampler}.0"))
+        (session,) = await service.open(SessionOpening(f"{api.sampler}.0"))
         async for _ in session.stream([5, 6, 7], after_turn=None, max_tokens=4):
             pass
         _, result = await api.fetch(await api.begin())
@@ -138,10 +138,10 @@ async def test_a_front_gives_the_turn_that_another_has_begun_that_died() -> None
 
 async def test_a_future_of_a_front_that_died_is_gone_and_its_group_withdrawn() -> None:
     async with front() as (base, service, _), client(base) as api:
-        (session,) = await service.open(Opening(f"{api.sampler}.0"))
+        (session,) = await service.open(SessionOpening(f"{api.sampler}.0"))
         status, error = await api.fetch(f"{api.sampler}.0")
         assert (status, error["category"]) == (410, "user") and session.failed
-        (other,) = await service.open(Opening("mine"))
+        (other,) = await service.open(SessionOpening("mine"))
         for name in ("mine", "mine.0", f"{api.sampler}.x", f"{api.sampler[:-7]}.0"):
             assert (await api.fetch(name))[0] == 410
         assert not other.failed
@@ -149,7 +149,10 @@ async def test_a_future_of_a_front_that_died_is_gone_and_its_group_withdrawn() -
 
 async def test_a_client_waits_for_the_window_and_for_a_turn() -> None:
     gate = asyncio.Event()
-    async with front(is_full=True, gate=gate, limits=Limits(poll_s=0.01)) as (base, service, _), client(base) as api:
+    async with (
+        front(is_full=True, gate=gate, limits=FrontLimits(poll_s=0.01)) as (base, service, _),
+        client(base) as api,
+    ):
         request_id = await api.begin()
         status, waiting = await api.fetch(request_id)
         assert (status, waiting["type"], waiting["queue_state"]) == (408, "try_again", "paused_capacity")
@@ -180,8 +183,8 @@ async def test_a_cancelled_sample_withdraws_its_group(way: str) -> None:
 
 
 async def test_samples_are_bounded_and_expire() -> None:
-    limits = Limits(futures=2, future_s=0.0, poll_s=0.01)
-    async with front(gate=asyncio.Event(), limits=limits) as (base, _, door), client(base) as api:
+    limits = FrontLimits(futures=2, future_s=0.0, poll_s=0.01)
+    async with front(gate=asyncio.Event(), limits=limits) as (base, _, gateway), client(base) as api:
         first, _ = [await api.begin(seq_id=number) for number in range(2)]
         status, error = await api.post("asample", {**SENT, "sampling_session_id": api.sampler, "seq_id": 2})
         assert status == 429 and "samples = 2" in error["error"]
@@ -190,7 +193,7 @@ async def test_samples_are_bounded_and_expire() -> None:
         assert "error" in (await api.fetch(first))[1]
         third = await api.begin(seq_id=2)  # in the place of the one that was fetched
         assert (await api.fetch(first))[0] == 410
-        async with front_of(door._source, limits=limits) as (other, _), client(other) as elsewhere:  # type: ignore[arg-type]
+        async with front_of(gateway._source, limits=limits) as (other, _), client(other) as elsewhere:  # type: ignore[arg-type]
             assert (await elsewhere.fetch(third))[0] == 410, "another front does not know it"
 
 
@@ -199,7 +202,7 @@ async def test_a_sample_that_no_client_asks_for_is_given_up() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    futures = Futures(Limits(future_s=-1.0))
+    futures = Futures(FrontLimits(future_s=-1.0))
     future = futures.begin("s.0", "me", b"", begin)
     assert futures.find("s.0", "me") is future
     futures.sweep()

@@ -118,7 +118,7 @@ def test_late_sessions_without_a_prompt_wait_for_their_environment() -> None:
     assert bench.statuses() == [IDLE, IDLE, DORMANT, DORMANT, DORMANT]
     for index, reward in enumerate((1.0, 0.0)):
         request_id = f"g0.{index}"
-        bench.post(on.TurnAsked(request_id, 5, is_prompt=True))
+        bench.post(on.TurnRequested(request_id, 5, is_prompt=True))
         bench.report(request_id, 7, end=True)
         bench.post(on.SessionEnded(request_id))
         bench.post(on.RequestScored(request_id, reward, True))

@@ -18,7 +18,7 @@ from dora.agents.front.run import FrontOptions
 from dora.agents.front.run import front as served_front
 from dora.errors import InvalidValue
 from dora.rpc.access import certified, may_call
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from dora.tls import Tls
 from dora.tls import http as tls_http
 from dora.tls.authority import make_cluster
@@ -110,7 +110,7 @@ async def test_clients_may_need_no_certificate(folder: Path) -> None:
 
 
 async def test_metrics_are_for_readers_by_certificate_or_token(folder: Path) -> None:
-    tokens = Tokens("of the owner")
+    tokens = ServiceTokens("of the owner")
     async with front(key="k", tls=HttpTls(tls(folder, "service"), mutual=False), tokens=tokens) as (base, _, _):
         url, plain = f"{base}/metrics", Tls(tls(folder, "session").ca)
         for token, code in (("", 401), ("k", 401), (tokens.of[Role.SESSION], 403), (tokens.of[Role.METRICS], 200)):

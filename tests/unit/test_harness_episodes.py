@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from dora.agents.environment.calls import Failed
+from dora.agents.environment.calls import EnvironmentFailed
 from dora.agents.environment.verifiers import Attended, HarnessEpisodes
 from dora.agents.environment.verifiers_process import bridge_variables
 from dora.agents.front.app import serving
-from dora.agents.front.door import Door
+from dora.agents.front.gateway import Gateway
 from dora.agents.front.listening import listening_socket
 from dora.client.sessions import Turn
 from dora.config import EnvironmentConfig
@@ -61,7 +61,7 @@ class Harness:
 @asynccontextmanager
 async def harness(run: Callable[[str, int, str], Awaitable[Any]], timeout_s: float) -> AsyncIterator[HarnessEpisodes]:
     known: Any = Attended(Path("tiny"), 256)
-    door = Door(known, episodes(None).model, key=KEY)
+    door = Gateway(known, episodes(None).model, key=KEY)
     async with serving(door, listening_socket("127.0.0.1:0", has_key=True)) as url:
         bridge: Any = Harness(run)
         yield HarnessEpisodes(bridge, door, known, url, timeout_s, asyncio.Semaphore(1))
@@ -98,16 +98,16 @@ async def test_a_harness_that_is_stuck_gives_its_session_up(asks: bool) -> None:
         await asyncio.Event().wait()
 
     session = FakeSession()
-    with refused(Failed, names=["environment.timeout_s"]):
+    with refused(EnvironmentFailed, names=["environment.timeout_s"]):
         await run(session, work, timeout_s=0.05)
     assert session.ended is None
 
 
 async def test_a_harness_that_fails_gives_its_session_up() -> None:
     async def work(session_id: str, task: int, base_url: str) -> Any:
-        raise Failed("HarnessError: 3")
+        raise EnvironmentFailed("HarnessError: 3")
 
-    with refused(Failed, names=["3"]):
+    with refused(EnvironmentFailed, names=["3"]):
         await run(FakeSession(), work)
 
 
@@ -115,7 +115,7 @@ async def test_a_session_that_began_elsewhere_or_has_no_task_is_refused() -> Non
     async def work(session_id: str, task: int, base_url: str) -> Any:
         raise AssertionError
 
-    with refused(Failed, names=["2"]):
+    with refused(EnvironmentFailed, names=["2"]):
         await run(FakeSession(turn=turn_of(2, [1])), work)
     with refused(InvalidValue, field="verifier.task"):
         await run(FakeSession(verifier_json='{"task": "x"}'), work)

@@ -16,7 +16,7 @@ import pytest
 import dora
 from dora.config import load_config, validated
 from dora.errors import InvalidValue
-from dora.host.kept import KeptProcess
+from dora.host.supervised import SupervisedProcess
 from dora.ops.cli.exits import ExitCode
 from dora.ops.cli.options import check_no_secret
 from tests.refusals import refused
@@ -134,7 +134,9 @@ async def test_a_child_gets_its_secrets_in_no_variable(tmp_path: Path) -> None:
         "pathlib.Path(os.environ['SAID']).write_bytes(pathlib.Path('/proc/self/environ').read_bytes())\n"
     )
     environment = {**os.environ, "DORA_TOKEN": SECRET, "PYTHONPATH": str(tmp_path), "SAID": str(said)}
-    kept = KeptProcess("a child", ["-m", "dora", "environment", "no:Class", "--service", "127.0.0.1:1"], environment)
+    kept = SupervisedProcess(
+        "a child", ["-m", "dora", "environment", "no:Class", "--service", "127.0.0.1:1"], environment
+    )
     try:
         async with asyncio.timeout(60):
             while not said.exists() or b"PATH=" not in said.read_bytes():  # noqa: ASYNC110

@@ -10,7 +10,7 @@ from dora.host.processes import Processes
 from dora.orchestrator.assembly import services_of
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import SESSION, Tokens
+from dora.rpc.roles import SESSION, ServiceTokens
 from tests.contract.relays import publish
 from tests.unit.test_runtime import Shell
 
@@ -34,13 +34,13 @@ async def test_a_host_that_comes_early_waits_and_keeps_what_is_live(shell: Shell
         await asyncio.Event().wait()
 
     SESSION.set(bytes(32))
-    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", ServiceTokens("")).hosts.Join(said(), None)
     first = asyncio.create_task(anext(orders))
     await asyncio.sleep(0)
     assert not first.done()
     hosts = shell.runtime.hosts
     launcher = Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path)  # which starts none
-    hosts.begin(launcher, tmp_path, Tokens(""))
+    hosts.begin(launcher, tmp_path, ServiceTokens(""))
     hosts.open_relay("127.0.0.1", oldest=2)
     assert (await first).HasField("welcome")
     told = [await anext(orders), await anext(orders)]
@@ -62,9 +62,11 @@ async def test_an_examination_waits_for_the_relay_of_a_host_that_has_just_joined
 
     SESSION.set(bytes(32))
     hosts = shell.runtime.hosts
-    hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
+    hosts.begin(
+        Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, ServiceTokens("")
+    )
     hosts.open_relay("127.0.0.1")
-    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", ServiceTokens("")).hosts.Join(said(), None)
     assert (await anext(orders)).HasField("welcome")
     assert [each.host for each in await hosts.relays(0.01)] == ["local"], "its wait is bounded"
     relays = asyncio.create_task(hosts.relays(60.0))
@@ -83,9 +85,11 @@ async def test_an_agent_that_reports_and_obeys_nothing_is_lost(shell: Shell, tmp
 
     SESSION.set(bytes(32))
     hosts = shell.runtime.hosts
-    hosts.begin(Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, Tokens(""))
+    hosts.begin(
+        Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, ServiceTokens("")
+    )
     hosts.open_relay("127.0.0.1")
-    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", Tokens("")).hosts.Join(said(), None)
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", ServiceTokens("")).hosts.Join(said(), None)
     kinds = [(await anext(orders)).WhichOneof("kind") for _ in range(3)]
     assert kinds == ["welcome", "start_worker", "start_worker"]
     session = hosts._hosts["h1"].session

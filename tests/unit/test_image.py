@@ -22,7 +22,7 @@ from dora.ops.doctor.verdict import Failed, Skipped, Subject
 from dora.orchestrator.setup import check_engine
 from dora.weights import cuda_image, image
 from dora.weights.files import header_of
-from dora.weights.image import NOTE_FILE, ImageRefused, Note, noted, void, write_note
+from dora.weights.image import NOTE_FILE, ImageNote, ImageRefused, noted, void, write_note
 from dora.weights.reference import WEIGHTS_FILE, read_layout
 from dora.weights.store import WeightStore
 from tests import host_images
@@ -30,7 +30,7 @@ from tests.refusals import refused
 from tests.service import configured
 
 torch = pytest.importorskip("torch")
-NOTE = Note({"kind": "host", "number": 1}, "ab" * 32, 12, (bytes(range(16)), bytes(16)))
+NOTE = ImageNote({"kind": "host", "number": 1}, "ab" * 32, 12, (bytes(range(16)), bytes(16)))
 
 
 @given(st.integers(0, 70), st.integers(0, 3), st.integers(0, 2**32))

@@ -150,7 +150,7 @@ def test_the_forecast_is_made_anew_as_a_worker_joins_or_is_to_leave() -> None:
             machine.handle(event, 1.0)
         return reservations.refresh(dispatcher)
 
-    events = (None, None, on.WorkerJoined("w4", 1, 64, KV_TOKENS), None, on.DrainAsked("w1"), None)
+    events = (None, None, on.WorkerJoined("w4", 1, 64, KV_TOKENS), None, on.DrainRequested("w1"), None)
     assert [remade(event) for event in events] == [True, False, True, False, True, False]
 
 

@@ -9,7 +9,7 @@ from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.proven import Prover
-from dora.session.link import OPEN_TIMEOUT_S, OUTCOMES_TOGETHER_MAX, Link, one_by_one
+from dora.session.link import OPEN_TIMEOUT_S, OUTCOMES_TOGETHER_MAX, SessionLink, one_by_one
 from tests.refusals import refused
 
 CAPABILITY = EngineCapability("f", 8, 4096, 32, 256, 64, "float32")
@@ -19,7 +19,7 @@ def test_a_stream_that_ended_is_a_plain_error_for_who_sends() -> None:
     with socket.socket() as closed:  # bound, and nobody listens
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        link = Link(Prover(address, "token"), "w0", CAPABILITY)
+        link = SessionLink(Prover(address, "token"), "w0", CAPABILITY)
         with pytest.raises(ServiceUnavailable):
             link.begin()
             link.take(OPEN_TIMEOUT_S)
@@ -50,7 +50,7 @@ async def test_requests_that_start_at_once_come_in_one_command_and_in_order(take
 
 
 async def test_outcomes_that_are_ready_at_once_go_in_one_message_and_in_order() -> None:
-    link = Link(Prover("nowhere:1", "token"), "w0", CAPABILITY)
+    link = SessionLink(Prover("nowhere:1", "token"), "w0", CAPABILITY)
     outcomes = [pb.WorkerOutcome(command_id=number) for number in range(OUTCOMES_TOGETHER_MAX + 2)]
     report = pb.WorkerMessage(report=pb.WorkerReport())
     for message in (*(pb.WorkerMessage(outcome=each) for each in outcomes), report, None):

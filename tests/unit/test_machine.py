@@ -70,7 +70,7 @@ class Bench:
         self.obey(do.StartRequest)
         self.join("w1")
         self.load_all()
-        self.post(on.MigrateAsked("g0.0", "w1"))
+        self.post(on.MigrationRequested("g0.0", "w1"))
         self.obey(do.ReserveSlot)
 
     def offer(self, count: int, group_size: int = 1, exhausted: bool = False) -> None:
@@ -147,7 +147,7 @@ def test_an_idle_worker_is_planned_for_once_not_at_every_report() -> None:
     bench.load_all()
     for request_id in ("g4.0", "g5.0"):
         bench.complete(request_id)
-    bench.post(on.RebalanceAsked())
+    bench.post(on.RebalanceRequested())
     bench.load_all()
     before = bench.machine.counters.rebalances
     for tokens in range(10, 60):
@@ -183,7 +183,7 @@ def test_the_end_of_a_frozen_response_is_taken_from_its_owner() -> None:
     source = bench.owner("g0.0")
     target = "w1" if source == "w0" else "w0"
     bench.obey(do.StartRequest)
-    bench.post(on.MigrateAsked("g0.0", target))
+    bench.post(on.MigrationRequested("g0.0", target))
     bench.answer(bench.given(do.ReserveSlot)[0])
     bench.answer(bench.given(do.CopyOut)[0], locator="snapshot", tokens=3)
     commands = bench.report("g0.0", 9, end=True)
@@ -201,7 +201,7 @@ def copied_ahead(began: bool) -> tuple[Bench, str, str]:
     source = bench.owner("g0.0")
     target = "w1" if source == "w0" else "w0"
     bench.obey(do.StartRequest)
-    bench.post(on.MigrateAsked("g0.0", target))
+    bench.post(on.MigrationRequested("g0.0", target))
     bench.answer(bench.given(do.ReserveSlot)[0])
     (handoff,) = bench.state.handoffs.values()
     assert handoff.phase is Phase.RESERVED and handoff.reason == "operator"
@@ -269,7 +269,7 @@ def test_kv_goes_with_a_request_that_moves_before_anyone_reports() -> None:
     used = {name: worker.kv_expected for name, worker in bench.state.workers.items()}
     source = bench.owner("g0.0")
     target = "w1" if source == "w0" else "w0"
-    bench.post(on.MigrateAsked("g0.0", target))
+    bench.post(on.MigrationRequested("g0.0", target))
     bench.obey(do.ReserveSlot)
     bench.answer(bench.given(do.CopyOut)[-1], locator="snapshot", tokens=5)
     bench.obey(do.CopyIn)
@@ -336,7 +336,7 @@ def test_a_refused_move_is_not_tried_again_at_once() -> None:
     bench.start("w0", "w1", "w2")
     bench.offer(12)
     bench.obey(do.StartRequest)
-    bench.post(on.DrainAsked("w0"))
+    bench.post(on.DrainRequested("w0"))
     tries = 0
     while reserves := [p.command for p in bench.state.pending.values() if isinstance(p.command, do.ReserveSlot)]:
         bench.answer(reserves[0], ok=False, error_kind="refused")
@@ -375,7 +375,7 @@ def test_an_evicted_worker_counts_as_lost_and_a_drained_one_does_not() -> None:
     assert bench.state.counters.workers_lost == 1
     bench.join("w2")
     bench.load_all()
-    bench.post(on.DrainAsked("w1"))
+    bench.post(on.DrainRequested("w1"))
     (stopped,) = bench.given(do.StopWorker)
     bench.post(on.WorkerLost("w1", stopped.epoch, "drained"))
     assert bench.state.counters.workers_lost == 1
@@ -431,7 +431,7 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
     bench.now_s += 1.0
     for epoch, (name, requests) in enumerate(held.items(), start=1):
         bench.post(on.Progress(name, epoch, 0, dict.fromkeys(requests, 30), {}, 0, 105))
-    bench.post(on.DrainAsked("w0"))
+    bench.post(on.DrainRequested("w0"))
     for request_id, used in zip(held["w1"], (80, 45), strict=False):
         bench.now_s += 1.0
         assert not bench.given(do.ReserveSlot)
@@ -443,8 +443,8 @@ def test_a_look_for_moves_that_found_no_place_is_repeated_when_there_is_one() ->
 def test_a_worker_that_nobody_knows_is_answered_with_the_nearest() -> None:
     bench = Bench()
     with refused(NotFound, field="worker_id", value="w01"):
-        bench.post(on.DrainAsked("w01"))
+        bench.post(on.DrainRequested("w01"))
     for number in range(30):
         bench.join(f"w{number}")
     with refused(NotFound, field="worker_id", value="w01", names=("26",)):
-        bench.post(on.DrainAsked("w01"))
+        bench.post(on.DrainRequested("w01"))

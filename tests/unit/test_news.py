@@ -1,13 +1,13 @@
 """What a stream of statuses tells anew: each step and move once, the latest ones if there were many."""
 
-from dora.core.handoff.table import Handoff, Kind
+from dora.core.handoff.table import Handoff, HandoffKind
 from dora.orchestrator.rollout.telemetry import MOVES_KEPT, Telemetry
 from dora.orchestrator.services.status import MOVES_TOLD, News
 
 
 def moved(telemetry: Telemetry, count: int) -> None:
     for _ in range(count):
-        telemetry.moved(Handoff(0, "g0.0", "w0", "pool-0", 0.0, Kind.PARK), "done")
+        telemetry.moved(Handoff(0, "g0.0", "w0", "pool-0", 0.0, HandoffKind.PARK), "done")
 
 
 def test_each_step_and_move_is_told_once() -> None:

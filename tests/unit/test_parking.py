@@ -34,7 +34,7 @@ class PoolBench(Bench):
         return bool(self.state.requests["pool"][self.row])
 
     def ask(self) -> None:
-        self.post(on.MigrateAsked("g0.0", "pool-0"))
+        self.post(on.MigrationRequested("g0.0", "pool-0"))
 
     def freeze(self, kind: type[do.CopyOut]) -> None:
         """Grants the reservation that was asked for, and the other end copies."""
@@ -218,7 +218,7 @@ def drained(*pools: on.PoolJoined) -> Bench:
         bench.report(f"g{group}.0", 3)
     for pool in pools:
         bench.post(pool)
-    bench.post(on.DrainAsked("w0"))
+    bench.post(on.DrainRequested("w0"))
     return bench
 
 
@@ -288,9 +288,9 @@ def test_an_operator_says_where_a_parked_request_goes_on() -> None:
         ("w9", NotFound, "is not known"),
     ):
         with refused(kind, field="--to", value=target, why=why):
-            bench.post(on.MigrateAsked("g0.0", target))
+            bench.post(on.MigrationRequested("g0.0", target))
     assert bench.parked and bench.row in bench.state.waiting[0]
-    bench.post(on.MigrateAsked("g0.0", "w0"))
+    bench.post(on.MigrationRequested("g0.0", "w0"))
     bench.freeze(do.Resume)
     bench.answer(bench.given(do.CopyIn)[-1])
     assert bench.owner("g0.0") == "w0" and bench.machine.counters.requests_resumed == 1
@@ -306,7 +306,7 @@ def test_beside_a_pool_an_operator_sends_no_request_onto_taken_slots() -> None:
     (taken,) = bench.state.workers["w1"].rows
     assert taken != bench.row
     with refused(Conflict, field="--to", value="w1"):
-        bench.post(on.MigrateAsked("g0.0", "w1"))
+        bench.post(on.MigrationRequested("g0.0", "w1"))
     bench.post(on.PoolLost("pool-0", 1, "killed"))
-    bench.post(on.MigrateAsked("g0.0", "w1"))
+    bench.post(on.MigrationRequested("g0.0", "w1"))
     assert bench.sent(do.ReserveSlot, "w1"), "without a pool it may queue there"

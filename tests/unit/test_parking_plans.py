@@ -3,7 +3,7 @@
 import pytest
 
 from dora.config import BalanceConfig
-from dora.core.plan import LINE, POOL, Move, Trigger
+from dora.core.plan import POOL, QUEUE, Move, Trigger
 from dora.core.policies.dora import DoraPolicy
 from dora.core.policies.laxity.policy import LaxityPolicy
 from dora.core.policies.levelling import plan_moves
@@ -36,7 +36,7 @@ def test_what_finds_no_free_slot_is_parked_and_queues_only_where_there_is_no_poo
 
 def test_a_pool_that_is_full_costs_a_prefill_and_a_response_that_ends_soon_stays() -> None:
     targets = {0: 1, 1: 0}
-    assert moved(wanted((70, 20)), targets) == {Move(0, LINE), Move(1, POOL)}
+    assert moved(wanted((70, 20)), targets) == {Move(0, QUEUE), Move(1, POOL)}
     assert moved(wanted((1000,), remaining=2), targets) == set()
 
 

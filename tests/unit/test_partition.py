@@ -6,7 +6,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.fleet.partition import Candidate, assign, keeping_full, proportional, settled
+from dora.core.fleet.partition import WorkerCandidate, assign, keeping_full, proportional, settled
 
 WORK = st.dictionaries(st.integers(0, 9), st.floats(0, 1e6, allow_nan=False), max_size=6)
 
@@ -78,7 +78,7 @@ def test_a_version_whose_dp_group_was_lost_goes_before_what_is_full() -> None:
 def test_assignment_keeps_what_it_can(data: st.DataObject) -> None:
     versions = data.draw(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
     indexes = [
-        Candidate(
+        WorkerCandidate(
             worker, loaded, loaded if loaded >= 0 else data.draw(st.integers(-1, 3)), data.draw(st.integers(0, 99))
         )
         for worker, loaded in enumerate(versions)

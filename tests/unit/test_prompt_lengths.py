@@ -14,7 +14,7 @@ from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.lab.sim.presets import composed
 from dora.lab.sim.run import check_cluster, simulate
-from dora.lab.sim.scenario import Lengths, Scenario, Task, Workload
+from dora.lab.sim.scenario import Lengths, Scenario, SimTask, Workload
 from dora.lab.sim.traces import load_trace
 from dora.lab.sim.workload import SimPrompt, WorkloadStream, longest_context_tokens, moments
 from tests.refusals import refused
@@ -96,7 +96,7 @@ def test_a_prompt_keeps_its_length_over_epochs_and_the_seed_draws_it(tmp_path: P
 
 def test_each_task_may_have_a_trace_of_its_own(tmp_path: Path) -> None:
     other = trace_file(tmp_path, [(9000, 3), (8000, 4)], "other.jsonl")
-    tasks = (Task(name="chat", share=0.5), Task(name="code", share=0.5, file=other))
+    tasks = (SimTask(name="chat", share=0.5), SimTask(name="code", share=0.5, file=other))
     workload = traced(trace_file(tmp_path, [(5, 10), (6, 20)]), prompts=200, tasks=tasks)
     found: dict[str, set[int]] = {"chat": set(), "code": set()}
     for prompt in drawn(workload, 200):

@@ -14,10 +14,10 @@ from dora.data.run_record import CANCELLED_FILE, CancelledGroup, Recorder
 from dora.data.types import Prompt
 from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
-from dora.journal.versions import KeptVersions
+from dora.journal.versions import PersistedVersions
 from dora.kvtransfer.peer import this_host
 from dora.orchestrator.assembly import services_of
-from dora.orchestrator.recording.storage import KEPT, RECORD, STATE, Storage
+from dora.orchestrator.recording.storage import PERSISTED, RECORD, STATE, Storage
 from dora.orchestrator.recovery.state_folder import state_folder_of
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.journal import Journal
@@ -26,7 +26,7 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.starting import journal_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import CALLER, SESSION, Caller, Role, Tokens
+from dora.rpc.roles import CALLER, SESSION, Caller, Role, ServiceTokens
 from dora.weights.store import WeightStore
 from dora.worker.fake.engine import FakeEngine
 from tests.abuse.full import files_up_to
@@ -190,7 +190,7 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
         await room.wait()
 
     monkeypatch.setattr(runtime.journal, "settled", settled)
-    service = services_of(runtime, shell.model, tmp_path / "kv", Tokens()).workers
+    service = services_of(runtime, shell.model, tmp_path / "kv", ServiceTokens()).workers
     engine = FakeEngine(slots=8, kv_tokens=4096, max_model_len_tokens=256, model=shell.model)
     hello = convert.hello_to_wire("mine", 1, this_host(), engine.capability)
     hello.fingerprint = shell.session.capability.fingerprint
@@ -216,11 +216,11 @@ async def test_a_worker_that_is_lost_before_it_has_joined_is_not_told_to_the_cor
 
 async def test_versions_that_could_not_be_kept_are_no_fault_once_they_can_be(shell: Shell, tmp_path: Path) -> None:
     runtime = shell.runtime
-    runtime.versions.kept = KeptVersions(tmp_path / "versions")
-    runtime.storage.failed(KEPT, FULL, needed_bytes=1 << 60)
+    runtime.versions.kept = PersistedVersions(tmp_path / "versions")
+    runtime.storage.failed(PERSISTED, FULL, needed_bytes=1 << 60)
     await runtime.look_at_storage()
-    assert set(runtime.storage.faults) == {KEPT}, "there is no room for so much"
+    assert set(runtime.storage.faults) == {PERSISTED}, "there is no room for so much"
     runtime.storage.faults.clear()
-    runtime.storage.failed(KEPT, FULL)
+    runtime.storage.failed(PERSISTED, FULL)
     await runtime.look_at_storage()
     assert not runtime.storage.faults

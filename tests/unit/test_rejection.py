@@ -91,7 +91,7 @@ def test_while_a_version_is_in_doubt_one_other_worker_tries_it() -> None:
     suspect = bench.state.suspects[1]
     assert suspect.second not in ("", first.worker_id)
     bench.go_back()
-    bench.post(on.RebalanceAsked())
+    bench.post(on.RebalanceRequested())
     assert {load.worker_id for load in bench.loads(1)} <= {suspect.second, *(load.worker_id for load in others)}
     assert bench.state.workers[suspect.second].target == 1, "a plan does not take it off"
     assert bench.state.window.admissible(1) == 0
@@ -205,7 +205,7 @@ def test_groups_of_a_rejected_version_wait_in_line_and_go_on() -> None:
     bench.reject(1)
     for _ in range(3):
         bench.load_all()
-        bench.post(on.RebalanceAsked())
+        bench.post(on.RebalanceRequested())
         bench.post(on.Tick())
     rows = bench.state.members[group]
     assert list(bench.state.waiting[1]) == rows and not bench.loads(1)

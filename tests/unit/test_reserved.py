@@ -11,7 +11,7 @@ from dora.core import events as on
 from dora.core.dispatcher import Dispatcher
 from dora.core.forecast.cost import CostModel
 from dora.core.policies.laxity.allocation import Allocation, Last
-from dora.core.policies.laxity.reserved import Reservation, reserve
+from dora.core.policies.laxity.reserved import ReservedWorkers, reserve
 from dora.core.policies.laxity.schedule import Schedule, schedule_of
 from dora.core.policies.laxity.tuning import TUNING
 from dora.core.view import View
@@ -34,7 +34,7 @@ def hurried_until(end_s: float, hurried: bool = True) -> Schedule:
     return Schedule(4, 1, 0, 0, 1, **times, hurried=hurried, reserved_fill=0.5, least_end_s={0: end_s})
 
 
-def found(view: View, schedule: Schedule) -> Reservation:
+def found(view: View, schedule: Schedule) -> ReservedWorkers:
     stays = np.ones(len(view.workers.alive), dtype=bool)
     return reserve(view, stays, schedule.end_s, schedule.reserved_fill)
 

@@ -169,7 +169,7 @@ def test_rows_lie_beside_the_tokens_that_were_fed() -> None:
     (rows,) = rows_of([first]) or []
     assert len(rows) == 6 and (rows[-1] == OWN).all() and (rows[:-1] == first.routed_experts).all()
     assert Pack.of(GROUPS[0].trajectories, "cpu").routed is None
-    mask = np.arange(first.length_tokens) < first.length_tokens - 2  # a session broken off after two given tokens
+    mask = np.arange(first.length_tokens) < first.length_tokens - 2  # a session broken off after two environment tokens
     cut = replace(first, loss_mask=mask.astype(np.uint8), routed_experts=first.routed_experts[:-2])
     (rows,) = rows_of([cut]) or []
     assert len(rows) == 6 and (rows[3:] == OWN).all() and (rows[:3] == first.routed_experts[:3]).all()

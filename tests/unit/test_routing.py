@@ -22,7 +22,7 @@ from dora.orchestrator.rollout.responses.branches import trajectories
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ReportError, ResponseState
 from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder
-from dora.orchestrator.setup import routing_wanted
+from dora.orchestrator.setup import required_routing
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.channel import BATCH_BYTES
 from dora.rpc.columns import columns_from_wire, columns_to_wire
@@ -90,10 +90,10 @@ def test_a_row_takes_a_byte_an_expert_and_two_where_there_are_many() -> None:
 
 def test_router_replay_is_refused_of_a_dense_model_and_off_by_default(tiny_dense: Path, tiny_moe: Path) -> None:
     wanted = validated({"workers": {"router_replay": True}})
-    assert routing_wanted(validated({}), tiny_dense) is None
-    assert routing_wanted(wanted, tiny_moe) == RoutingShape(2, 2, 8)
+    assert required_routing(validated({}), tiny_dense) is None
+    assert required_routing(wanted, tiny_moe) == RoutingShape(2, 2, 8)
     for ask in (
-        lambda: routing_wanted(wanted, tiny_dense),
+        lambda: required_routing(wanted, tiny_dense),
         lambda: FakeEngine(model=tiny_dense, router_replay=True),
     ):
         with refused(InvalidValue, field="workers.router_replay", value=True):
@@ -180,7 +180,7 @@ def test_a_trajectory_has_a_row_for_each_token_that_was_fed(wrong: Any) -> None:
 
 
 def test_a_row_may_lack_of_what_no_loss_needs() -> None:
-    """Of given tokens after which a session was broken off, none was fed."""
+    """Of environment tokens after which a session was broken off, none was fed."""
     values: dict[str, Any] = {"response_token_ids": [1, 2, 3, 4], "logprobs": [0.0] * 4, "length_tokens": 4}
     for mask, least in (([1, 1, 0, 0], 3), ([1, 0, 1, 0], 4), ([0, 0, 0, 0], 0)):
         for rows in range(least, 6):

@@ -30,7 +30,7 @@ from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.setup import with_context
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.columns import columns_to_wire
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.weights.files import WeightFile, hash_file
 from dora.weights.store import WeightStore
 from tests.refusals import refused
@@ -117,7 +117,7 @@ class Shell:
             recorder=Recorder(folder / "record"),
         )
         self.runtime.sessions.processes = self.kills
-        self.trainer = services_of(self.runtime, model, folder / "kv", Tokens("")).trainer
+        self.trainer = services_of(self.runtime, model, folder / "kv", ServiceTokens("")).trainer
         self.session = self.join(1)
 
     @property
@@ -287,7 +287,7 @@ async def test_a_bug_in_the_midst_of_an_event_ends_the_service(shell: Shell) -> 
 async def test_what_the_core_refuses_is_no_bug(shell: Shell) -> None:
     failed = shell.runtime.core.failed
     with refused(NotFound, field="worker_id", value="nobody"):
-        shell.runtime.core.post(on.DrainAsked("nobody"))
+        shell.runtime.core.post(on.DrainRequested("nobody"))
     assert not failed.done()
 
 

@@ -11,7 +11,7 @@ import pytest
 from dora.errors import InvalidValue
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.proven import ProvenChannel, proven_channel
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from tests.refusals import refused_call
 
 OWNER = "a-token-of-the-owner"
@@ -62,7 +62,7 @@ class Sent:
 async def with_service(act: Any, forgotten: bool) -> Service:
     """Lets ``act`` call a service. ``forgotten``: the client has a session that the service does not know."""
     service = Service()
-    server = grpc.aio.server(interceptors=server_interceptors(Tokens(OWNER)))
+    server = grpc.aio.server(interceptors=server_interceptors(ServiceTokens(OWNER)))
     server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -51,7 +51,7 @@ class SessionBench(Bench):
         return self.report(S, tokens, end=True)
 
     def ask(self, tokens: int = 3) -> list[do.Command]:
-        return self.post(on.TurnAsked(S, tokens))
+        return self.post(on.TurnRequested(S, tokens))
 
     def later(self, seconds: float) -> list[do.Command]:
         self.now_s += seconds
@@ -71,7 +71,7 @@ def test_a_turn_ends_without_an_end_and_the_next_begins_where_the_kv_is() -> Non
     home = bench.owner(S)
     assert not bench.turn() and bench.status == IDLE
     worker = bench.state.workers[home]
-    assert (worker.held, worker.kept, worker.kv_claimed) == (0, {bench.row}, 12), "no slot, and its KV is counted"
+    assert (worker.assigned, worker.kept, worker.kv_claimed) == (0, {bench.row}, 12), "no slot, and its KV is counted"
     (extend,) = bench.ask(3)
     assert isinstance(extend, do.ExtendRequest) and (extend.worker_id, extend.request_id) == (home, S)
     assert bench.status == RUNNING and bench.state.requests["tokens"][bench.row] == 10
@@ -91,10 +91,10 @@ def test_a_single_answer_stays_one() -> None:
     bench.offer(1)
     assert type(bench.report("g0.0", 7, end=True)[0]) is do.ScoreRequest
     with refused(NotFound, field="session", value="g0.0"):
-        bench.post(on.TurnAsked("g0.0", 3))
+        bench.post(on.TurnRequested("g0.0", 3))
 
 
-@pytest.mark.parametrize("event", [on.TurnAsked(S, 3), on.TurnAsked("g9.0", 3), on.SessionEnded("g9.0")])
+@pytest.mark.parametrize("event", [on.TurnRequested(S, 3), on.TurnRequested("g9.0", 3), on.SessionEnded("g9.0")])
 def test_a_turn_that_nothing_waits_for_is_refused(event: Any) -> None:
     bench = SessionBench()  # its first turn has not ended
     kind, field = (Conflict, "session") if event.request_id == S else (NotFound, "session")
@@ -110,7 +110,7 @@ def test_ends_and_turns_after_the_end_are_refused() -> None:
     with refused(InvalidValue, field="tokens", value=0):
         bench.ask(0)
     bench.post(on.SessionEnded(S))
-    for event in (on.TurnAsked(S, 3), on.SessionEnded(S), on.SessionFailed(S, "late")):
+    for event in (on.TurnRequested(S, 3), on.SessionEnded(S), on.SessionFailed(S, "late")):
         with refused(Conflict, field="session", value=S):
             bench.post(event)
 
@@ -131,7 +131,7 @@ def test_an_idle_session_moves_and_its_turn_asked_meanwhile_goes_on_there() -> N
     home = bench.owner(S)
     other = "w1" if home == "w0" else "w0"
     bench.turn()
-    bench.post(on.MigrateAsked(S, other))
+    bench.post(on.MigrationRequested(S, other))
     bench.obey(do.ReserveSlot)
     assert bench.ask(3) == [] and bench.status == WAITING
     (copy,) = bench.given(do.CopyOut)
@@ -147,7 +147,7 @@ def test_a_handoff_that_fails_leaves_the_session_where_it_was() -> None:
     bench = SessionBench()
     home = bench.owner(S)
     bench.turn()
-    bench.post(on.MigrateAsked(S, "w1" if home == "w0" else "w0"))
+    bench.post(on.MigrationRequested(S, "w1" if home == "w0" else "w0"))
     bench.obey(do.ReserveSlot)
     bench.ask(3)
     commands = bench.answer(bench.given(do.CopyOut)[-1], ok=False, error_kind="refused")
@@ -316,7 +316,7 @@ def test_a_restarted_core_knows_idle_sessions_and_their_attempts() -> None:
     check_state(again.state)
     row = again.state.request_row["g0.0~1"]
     assert again.state.requests["status"][row] == IDLE and again.state.workers["w0"].kept == {row}
-    (extend,) = again.handle(on.TurnAsked("g0.0~1", 3), 2.0)
+    (extend,) = again.handle(on.TurnRequested("g0.0~1", 3), 2.0)
     assert isinstance(extend, do.ExtendRequest)
 
 
@@ -367,7 +367,7 @@ def test_a_session_without_a_prompt_is_idle_until_its_first_turn_brings_it() -> 
     assert bench.status == IDLE and not bench.given(do.StartRequest)
     with refused(Conflict, field="session", value=S):
         bench.ask(3)
-    (start,) = bench.post(on.TurnAsked(S, 6, is_prompt=True))
+    (start,) = bench.post(on.TurnRequested(S, 6, is_prompt=True))
     assert isinstance(start, do.StartRequest) and start.arrival == "new"
     columns = bench.state.requests
     assert (columns["prompt_tokens"][bench.row], columns["tokens"][bench.row], bench.status) == (6, 0, RUNNING)
@@ -387,8 +387,8 @@ def test_a_session_whose_environment_gives_no_prompt_is_replaced_by_one_that_wai
     check_empty(bench.state)
 
 
-@pytest.mark.parametrize("event", [on.TurnAsked(S, 2, after_tokens=4), on.TurnAsked(S, 9, is_prompt=True)])
-def test_a_fork_frees_the_kv_of_the_branch_that_it_leaves(event: on.TurnAsked) -> None:
+@pytest.mark.parametrize("event", [on.TurnRequested(S, 2, after_tokens=4), on.TurnRequested(S, 9, is_prompt=True)])
+def test_a_fork_frees_the_kv_of_the_branch_that_it_leaves(event: on.TurnRequested) -> None:
     bench = SessionBench()
     home = bench.owner(S)
     bench.turn(7)
@@ -402,7 +402,7 @@ def test_a_fork_frees_the_kv_of_the_branch_that_it_leaves(event: on.TurnAsked) -
     check_state(bench.state)
 
 
-RETRY = on.TurnAsked(S, 2, after_tokens=4, is_on_branch=True)
+RETRY = on.TurnRequested(S, 2, after_tokens=4, is_on_branch=True)
 
 
 def check_extended(bench: SessionBench, worker_id: str) -> None:
@@ -410,7 +410,7 @@ def check_extended(bench: SessionBench, worker_id: str) -> None:
     extend = bench.given(do.ExtendRequest)[-1]
     assert (extend.worker_id, extend.request_id, bench.status) == (worker_id, S, RUNNING)
     columns, counters = bench.state.requests, bench.machine.counters
-    assert [int(columns[name][bench.row]) for name in ("tokens", "given", "left")] == [6, 0, 0]
+    assert [int(columns[name][bench.row]) for name in ("tokens", "input_tokens", "left")] == [6, 0, 0]
     assert (counters.turns_forked, counters.turns_resumed, counters.turns_reprefilled) == (1, 1, 0)
     check_state(bench.state)
     bench.answer(extend)
@@ -440,7 +440,7 @@ def test_the_branch_that_a_fork_leaves_counts_until_the_fork_begins() -> None:
     bench.obey(do.StartRequest)
     assert bench.owner("g1.0") == "w0" and bench.post(RETRY) == []
     worker = bench.state.workers["w0"]
-    assert bench.status == WAITING and bench.state.kv_of(bench.row) == 12 and worker.asked.keys() == {bench.row}
+    assert bench.status == WAITING and bench.state.kv_of(bench.row) == 12 and worker.waiting_turns.keys() == {bench.row}
     check_state(bench.state)
     bench.report("g1.0", 3, end=True)
     check_extended(bench, "w0")
@@ -451,7 +451,7 @@ def test_a_fork_of_a_branch_that_moves_continues_at_its_target() -> None:
     home = bench.owner(S)
     other = "w1" if home == "w0" else "w0"
     bench.turn(7)
-    bench.post(on.MigrateAsked(S, other))
+    bench.post(on.MigrationRequested(S, other))
     bench.obey(do.ReserveSlot)
     assert bench.post(RETRY) == [] and bench.status == WAITING and bench.state.kv_of(bench.row) == 12
     bench.answer(bench.given(do.CopyOut)[-1], locator="snapshot", tokens=7)
@@ -518,9 +518,9 @@ def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
     home = bench.owner(S)
     bench.turn(7)
     other = "w1" if home == "w0" else "w0"
-    bench.post(on.MigrateAsked(S, other))
+    bench.post(on.MigrationRequested(S, other))
     bench.obey(do.ReserveSlot)
-    sent = bench.post(on.TurnAsked(S, 2, after_tokens=3))
+    sent = bench.post(on.TurnRequested(S, 2, after_tokens=3))
     assert bench.row not in bench.state.handoffs and isinstance(sent[-1], do.StartRequest)
     check_state(bench.state)
 
@@ -528,13 +528,13 @@ def test_a_fork_in_the_middle_of_a_move_undoes_it() -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        on.TurnAsked(S, 2, after_tokens=-2),
-        on.TurnAsked(S, 2, after_tokens=1, is_prompt=True),
-        on.TurnAsked(S, 2, is_on_branch=True),
-        on.TurnAsked(S, 2, after_tokens=8, is_on_branch=True),
+        on.TurnRequested(S, 2, after_tokens=-2),
+        on.TurnRequested(S, 2, after_tokens=1, is_prompt=True),
+        on.TurnRequested(S, 2, is_on_branch=True),
+        on.TurnRequested(S, 2, after_tokens=8, is_on_branch=True),
     ],
 )
-def test_a_fork_from_nowhere_is_refused(event: on.TurnAsked) -> None:
+def test_a_fork_from_nowhere_is_refused(event: on.TurnRequested) -> None:
     bench = SessionBench()
     bench.turn(7)
     with refused(InvalidValue, field="after_tokens"):
@@ -549,7 +549,7 @@ def test_a_restart_restores_sessions_without_a_prompt_and_prompts_of_their_own()
     again = Machine(bench.state.config)
     again.handle(waiting, 1.0)
     assert again.state.requests["status"][again.state.request_row[S]] == IDLE
-    bench.post(on.TurnAsked(S, 6, is_prompt=True))
+    bench.post(on.TurnRequested(S, 6, is_prompt=True))
     bench.obey(do.StartRequest)
     bench.turn(4)
     begun = Machine(bench.state.config)

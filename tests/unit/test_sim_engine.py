@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from dora.core.forecast.cost import CostModel
-from dora.lab.sim.workload import Turn
-from dora.lab.sim_engine.engine import Phase, SimEngine, SimRequest
+from dora.lab.sim.workload import EngineTurn
+from dora.lab.sim_engine.engine import EnginePhase, SimEngine, SimRequest
 
 COST = CostModel(kv_token_s=0.001, weights_s=0.01, request_s=0.002, step_s=0.05)
-TURNS = (Turn(tokens=60, environment_s=50.0, answer_tokens=5), Turn(tokens=30, environment_s=0.0, answer_tokens=0))
+TURNS = (
+    EngineTurn(tokens=60, environment_s=50.0, answer_tokens=5),
+    EngineTurn(tokens=30, environment_s=0.0, answer_tokens=0),
+)
 
 
-def request(name: str, tokens: int, prompt: int = 10, turns: tuple[Turn, ...] = ()) -> SimRequest:
+def request(name: str, tokens: int, prompt: int = 10, turns: tuple[EngineTurn, ...] = ()) -> SimRequest:
     left = turns[0].tokens if turns else tokens
     return SimRequest(name, name, 0, prompt, 0, left, tokens, turns)
 
@@ -54,7 +57,7 @@ def test_one_that_decodes_alone_takes_the_kv_of_those_that_wait_for_an_environme
     engine.add(away)
     engine.add(request("alone", 60))
     assert run(engine, 1e3) == ["away", "alone"]
-    assert away.phase is Phase.AWAY and not away.resident, "70 tokens of it beside 70 of the other"
+    assert away.phase is EnginePhase.AWAY and not away.resident, "70 tokens of it beside 70 of the other"
     engine.resume(away)
     assert run(engine, 1e6) == ["away"]
     assert engine.totals.reprefill_s == pytest.approx(0.001 * (10 + 60 + 5)), "its whole context, again"
@@ -68,7 +71,7 @@ def test_one_that_was_answered_and_waits_for_the_slot_gives_its_kv_up_too() -> N
     engine.add(request("alone", 60))
     assert run(engine, engine.next_s()) == ["away"]
     engine.resume(away)
-    assert away.phase is Phase.WAITING and away.resident
+    assert away.phase is EnginePhase.WAITING and away.resident
     assert run(engine, 1e6) == ["alone", "away"]
 
 

@@ -20,7 +20,7 @@ from dora.core.policies.laxity import LaxityPolicy
 from dora.core.view import View
 from dora.lab.sim.figures.meter import Consumed
 from dora.lab.sim.figures.report import Report
-from dora.lab.sim.ledger import Group
+from dora.lab.sim.ledger import SimGroup
 from dora.lab.sim.partial import strategies
 from dora.lab.sim.presets import NAMES, composed, preset, scenario_for
 from dora.lab.sim.run import simulate as simulate_scenario
@@ -209,7 +209,7 @@ def test_the_report_counts_groups_that_were_trained_outside_the_window() -> None
     consumed = Consumed()
     prompt = WorkloadStream(preset("small").workload, 0, 1).take(1)[0]
     for version, window in ((5, 3), (4, 3), (3, 3), (2, 3), (6, 3), (4, 1)):  # the last was admitted in a window of 1
-        consumed.add(5, 1.0, [Group(prompt, version, window, (), started=0, unscored=0)], [])
+        consumed.add(5, 1.0, [SimGroup(prompt, version, window, (), started=0, unscored=0)], [])
     assert consumed.out_of_window == 3
 
 

@@ -137,7 +137,7 @@ def test_a_pool_that_leaves_commands_unanswered_is_replaced() -> None:
     bench = Reporting(window=2, groups=16, handoff_timeout_s=10.0)
     bench.begin()
     bench.post(on.PoolJoined("pool-0", 7, 1000))
-    bench.post(on.MigrateAsked("g0.0", "pool-0"))
+    bench.post(on.MigrationRequested("g0.0", "pool-0"))
     limit_s = 2 * 10.0 + bench.state.config.workers.silence_timeout_s
     while not bench.replaced and bench.now_s < 2 * limit_s:
         bench.reports(1.0, 0.5)

@@ -10,7 +10,7 @@ from dora.core import events as on
 from dora.data.step_parts import PARTS, named
 from dora.data.types import Prompt, SamplingParams
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.responses.session_paths import GivenRun
+from dora.orchestrator.rollout.responses.session_paths import InputRun
 from dora.orchestrator.rollout.responses.state import ResponseState, SegmentStart
 from dora.orchestrator.rollout.step_times import StepTimes, divided, spans_of
 
@@ -87,7 +87,7 @@ def test_a_trainer_that_comes_back_was_away() -> None:
 
 def test_a_session_waits_for_its_environment_and_for_workers() -> None:
     entry = entry_of(0.0, 20.0, (1.0, 0.0), (9.0, 8.0), environment="tests")
-    entry.given = [GivenRun(5, 1, OFFSET + 8.0, 4, "tool", "stop", "", 0, 5, False)]
+    entry.inputs = [InputRun(5, 1, OFFSET + 8.0, 4, "tool", "stop", "", 0, 5, False)]
     entry.turn_begins, entry.turn_ends = {0: OFFSET + 1.0, 1: OFFSET + 9.0}, {0: OFFSET + 4.0, 1: OFFSET + 20.0}
     found = divided(spans_of(entry, OFFSET + 23.0), OFFSET, OFFSET + 23.0)
     assert found == pytest.approx({"queue": 1.0, "sampling": 14.0, "tools": 7.0, "moves": 1.0})

@@ -23,7 +23,7 @@ from dora.kvtransfer.snapshot import KvLayout, Pieces
 from dora.worker.copying.cuda_blocks import DeviceStore, _Batch
 from dora.worker.copying.rank_stores import FromOutside
 from dora.worker.copying.streams import DONE, Mark, Streams
-from dora.worker.reservation import Begun, Reservation
+from dora.worker.reservation import PreparedOpening, Reservation
 from tests.cuda_layouts import Made, Sizes, made
 from tests.streams import Simulated, Work, _nothing
 from tests.sweeps import examples
@@ -102,7 +102,7 @@ class Engine:
     def reserve(self) -> None:
         if block_ids := self.take():
             reservation = self.reservation_class(self.layout, block_ids, self.store, lambda _: None)
-            reservation._begun = Begun(cast(Opening, SimpleNamespace(layout=self.layout)), None)
+            reservation._begun = PreparedOpening(cast(Opening, SimpleNamespace(layout=self.layout)), None)
             self.reserved.append((reservation, self.bytes_for(len(block_ids))))
 
     def round(self) -> None:

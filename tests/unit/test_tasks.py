@@ -14,12 +14,12 @@ from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.lab.sim.presets import composed, planned
 from dora.lab.sim.run import check_cluster, expected_bound_s, simulate
-from dora.lab.sim.scenario import Lengths, Scenario, Task, Turns, Workload
+from dora.lab.sim.scenario import Lengths, Scenario, SimTask, SimTurns, Workload
 from dora.lab.sim.tasks import mixed_tokens, shapes_of
-from dora.lab.sim.workload import SimPrompt, Turn, WorkloadStream, moments
+from dora.lab.sim.workload import EngineTurn, SimPrompt, WorkloadStream, moments
 from tests.refusals import refused
 
-MATHS, CODE, CHAT = (Task(name=name, share=share) for name, share in (("maths", 0.5), ("code", 0.3), ("chat", 0.2)))
+MATHS, CODE, CHAT = (SimTask(name=name, share=share) for name, share in (("maths", 0.5), ("code", 0.3), ("chat", 0.2)))
 MIX = (MATHS, CODE, CHAT)
 
 
@@ -39,17 +39,17 @@ def by_task(prompts: list[SimPrompt]) -> dict[str, list[SimPrompt]]:
 
 def test_without_tasks_a_workload_is_what_it_was_before_there_were_any() -> None:
     """The numbers are those of the code that knew one task only: nothing was added to what the seed draws."""
-    workload = Workload(prompts=700, turns=Turns(most=3, environment_mean_s=2.0))
+    workload = Workload(prompts=700, turns=SimTurns(most=3, environment_mean_s=2.0))
     first, second = drawn(workload, 702)[700:]
     assert (first.prompt_id, first.task_id, first.prompt_tokens) == ("p616.e1", "synthetic", 145)
     assert (second.prompt_id, second.task_id, second.prompt_tokens) == ("p196.e1", "synthetic", 55)
     assert (first.lengths[:3], second.lengths[:3]) == ((1274, 24033, 1410), (288, 341, 130))
     assert (first.features[0], second.features[0]) == pytest.approx((1.1000399274428063, 0.04682697632801436))
-    assert first.turns[0][0] == Turn(471, pytest.approx(0.40112775985927956), 0)
+    assert first.turns[0][0] == EngineTurn(471, pytest.approx(0.40112775985927956), 0)
 
 
 def test_tasks_that_have_nothing_of_their_own_change_names_alone() -> None:
-    workload = Workload(prompts=600, turns=Turns(most=3, environment_mean_s=2.0))
+    workload = Workload(prompts=600, turns=SimTurns(most=3, environment_mean_s=2.0))
     plain, named = drawn(workload, 600), drawn(workload.model_copy(update={"tasks": (MATHS, CODE, CHAT)}), 600)
     for one, other in zip(plain, named, strict=True):
         assert (one.key, one.prompt_tokens, one.features, one.lengths) == (
@@ -58,7 +58,7 @@ def test_tasks_that_have_nothing_of_their_own_change_names_alone() -> None:
             other.features,
             other.lengths,
         )
-    alone = drawn(workload.model_copy(update={"tasks": (Task(name="synthetic", share=1.0),)}), 600)
+    alone = drawn(workload.model_copy(update={"tasks": (SimTask(name="synthetic", share=1.0),)}), 600)
     assert alone == plain
 
 
@@ -75,7 +75,7 @@ def test_tasks_that_have_nothing_of_their_own_change_names_alone() -> None:
 def test_an_epoch_has_as_many_prompts_of_each_task_as_its_share_says(
     shares: tuple[float, ...], prompts: int, counts: tuple[int, ...]
 ) -> None:
-    tasks = tuple(Task(name=str(index), share=share) for index, share in enumerate(shares))
+    tasks = tuple(SimTask(name=str(index), share=share) for index, share in enumerate(shares))
     stream = WorkloadStream(Workload(prompts=prompts, tasks=tasks), 0, 512)
     epochs = [stream.take(prompts) for _ in range(2)]
     for epoch in epochs:
@@ -101,8 +101,8 @@ def test_each_task_has_its_own_scale_spread_and_prompts() -> None:
 
 
 def test_each_task_has_its_own_turns() -> None:
-    tasks = (MATHS, CODE.model_copy(update={"turns": Turns(most=4, environment_mean_s=3.0, answer_tokens=70)}), CHAT)
-    found = by_task(drawn(Workload(prompts=2000, tasks=tasks, turns=Turns(most=2, answer_tokens=5)), 2000))
+    tasks = (MATHS, CODE.model_copy(update={"turns": SimTurns(most=4, environment_mean_s=3.0, answer_tokens=70)}), CHAT)
+    found = by_task(drawn(Workload(prompts=2000, tasks=tasks, turns=SimTurns(most=2, answer_tokens=5)), 2000))
     for name, most, answer_tokens, environment_s in (("maths", 2, 5, 0.0), ("code", 4, 70, 3.0), ("chat", 2, 5, 0.0)):
         responses = [
             (n, parts) for prompt in found[name] for n, parts in zip(prompt.lengths, prompt.turns, strict=True)
@@ -115,7 +115,7 @@ def test_each_task_has_its_own_turns() -> None:
 
 
 def test_a_task_of_one_turn_beside_one_of_many_has_none_to_split() -> None:
-    tasks = (MATHS, CODE.model_copy(update={"turns": Turns(most=4)}), CHAT)
+    tasks = (MATHS, CODE.model_copy(update={"turns": SimTurns(most=4)}), CHAT)
     found = by_task(drawn(Workload(prompts=200, tasks=tasks), 200))
     assert {len(prompt.turns) for prompt in found["maths"]} == {0} and {len(p.turns) for p in found["code"]} == {16}
 
@@ -144,8 +144,8 @@ def test_each_task_may_have_a_file_of_its_own(tmp_path: Path) -> None:
 CERTAIN = Workload(
     lengths=Lengths(mu=math.log(1000), sigma=0.0),
     tasks=(
-        Task(name="long", share=0.25, turns=Turns(most=5, answer_tokens=100), prompt_tokens=400),
-        Task(name="short", share=0.75, scale=0.1, prompt_tokens=100),
+        SimTask(name="long", share=0.25, turns=SimTurns(most=5, answer_tokens=100), prompt_tokens=400),
+        SimTask(name="short", share=0.75, scale=0.1, prompt_tokens=100),
     ),
 )
 
@@ -166,14 +166,14 @@ def test_the_bound_is_that_of_the_work_that_is_drawn() -> None:
     work = sum(prompt.context_work() for prompt in prompts)
     assert work == pytest.approx(moments(CERTAIN).context_tokens(responses), rel=0.01)
     scenario = composed({}, "dora-64")
-    longer = scenario.model_copy(update={"workload": Workload(tasks=(Task(name="x", share=1.0, scale=1.1),))})
+    longer = scenario.model_copy(update={"workload": Workload(tasks=(SimTask(name="x", share=1.0, scale=1.1),))})
     assert expected_bound_s(longer) > 1.05 * expected_bound_s(scenario)
 
 
 def test_the_mixture_has_each_task_in_its_place() -> None:
     scores = np.array([-6.0, 0.0, 0.67, 0.68, 6.0])  # three quarters lie below 0.674
     assert mixed_tokens(shapes_of(CERTAIN))(scores) == pytest.approx([100, 100, 100, 1000, 1000])
-    spread = Workload(tasks=(Task(name="a", share=0.5, scale=3.0), Task(name="b", share=0.5)))
+    spread = Workload(tasks=(SimTask(name="a", share=0.5, scale=3.0), SimTask(name="b", share=0.5)))
     prompts = drawn(spread.model_copy(update={"prompts": 40_000}), 40_000)
     shares = np.array([0.1, 0.5, 0.9, 0.99])
     of_mixture = mixed_tokens(shapes_of(spread))(np.array([-1.2816, 0.0, 1.2816, 2.3263]))
@@ -280,7 +280,7 @@ def test_tasks_that_do_not_go_together_are_refused(workload: dict[str, Any], mes
 
 
 def test_256_tasks_of_as_many_prompts_can_be_drawn() -> None:
-    tasks = tuple(Task(name=str(index), share=1 / 256) for index in range(256))
+    tasks = tuple(SimTask(name=str(index), share=1 / 256) for index in range(256))
     assert len(by_task(drawn(Workload(prompts=256, tasks=tasks), 256))) == 256
 
 
@@ -316,7 +316,7 @@ def test_a_file_has_them_as_a_list_of_sections_and_a_setting_changes_one_by_its_
     whole = composed(settings_tree(None, ['workload.tasks=[{name="a",share=0.5},{name="b",share=0.5}]']), "small")
     assert [task.name for task in whole.workload.tasks] == ["a", "b"]
     replaced = settings_tree(file, ['workload.tasks.0={name="logic",share=0.3}'])
-    assert composed(replaced, "small").workload.tasks[0] == Task(name="logic", share=0.3)
+    assert composed(replaced, "small").workload.tasks[0] == SimTask(name="logic", share=0.3)
     for setting in ("workload.tasks.3.scale=2", "workload.tasks.x.scale=2", "workload.tasks.-1.scale=2"):
         with refused(InvalidValue, field="--set", names=("3",)):
             settings_tree(file, [setting])

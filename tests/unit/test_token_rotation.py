@@ -9,7 +9,7 @@ from dora.client import Operator
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.rotation import with_token
 from dora.rpc.errors import Unauthenticated
-from dora.rpc.roles import Generation, Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens, TokenGeneration
 from tests.proofs import caller_of
 from tests.refusals import refused
 from tests.service import configured, running
@@ -27,9 +27,9 @@ def written(file: Path, token: str, mode: int = 0o600) -> Path:
 
 def test_earlier_tokens_are_valid_for_the_overlap() -> None:
     now_s = 0.0
-    tokens = Tokens("first", lambda: now_s)
+    tokens = ServiceTokens("first", lambda: now_s)
     first, started = tokens.of, tokens.started("w0")
-    tokens.replace(Generation.following("second"), OVERLAP_S)
+    tokens.replace(TokenGeneration.following("second"), OVERLAP_S)
     for of in (first, tokens.of):
         for role, token in of.items():
             found = caller_of(tokens, token)
@@ -39,7 +39,7 @@ def test_earlier_tokens_are_valid_for_the_overlap() -> None:
     assert all(caller_of(tokens, token) for token in tokens.of.values())
     assert caller_of(tokens, started, "w0")  # it follows from no owner's
     for number in range(9):
-        tokens.replace(Generation.following(f"token {number}"), OVERLAP_S)
+        tokens.replace(TokenGeneration.following(f"token {number}"), OVERLAP_S)
     assert [bool(caller_of(tokens, f"token {number}")) for number in range(9)] == [False] * 4 + [True] * 5
 
 
@@ -65,7 +65,7 @@ async def test_a_service_and_its_clients_follow_their_files(tmp_path: Path, tiny
         await stays.status()
         written(file, "unusable", 0o644)
         written(file, "second-of-the-owner")
-        operator = Tokens("second-of-the-owner").of[Role.OPERATOR]
+        operator = ServiceTokens("second-of-the-owner").of[Role.OPERATOR]
         while True:  # until the service has read it
             try:
                 async with Operator(handle.address, operator) as new:

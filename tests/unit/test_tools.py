@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dora.data.trajectory import Trajectory
-from dora.data.types import GIVEN, EnvironmentEvent
+from dora.data.types import INPUT, EnvironmentEvent
 from tests.contract.trainer_service import make_branch
 from tests.session_audit import all_wrong, audited, digest, requests_of, sessions_of, spans, wrong
 from tests.session_script import asked_of, first_turn, is_empty, stretches, turns_of
@@ -32,15 +32,15 @@ def session(prompt_id: str) -> list[Trajectory]:
         for turn in turns:
             each = asked.get(turn)
             if each is not None and each.is_prompt:
-                prompt = [*each.given]
+                prompt = [*each.inputs]
             elif each is not None:
                 if each.after_turn is not None:
                     prompt, earlier = paths[each.after_turn]
                     tokens = earlier[: each.first_token]
                     shared, mask = len(tokens), [0] * len(tokens)
-                tokens, mask = [*tokens, *each.given], [*mask, *[0] * len(each.given)]
+                tokens, mask = [*tokens, *each.inputs], [*mask, *[0] * len(each.inputs)]
             if each is not None:
-                events.append(EnvironmentEvent(len(tokens), GIVEN, "tool", "", 1.0))
+                events.append(EnvironmentEvent(len(tokens), INPUT, "tool", "", 1.0))
             tokens, mask = [*tokens, *[20 + turn] * SAMPLED], [*mask, *[1] * SAMPLED]
             paths[turn] = prompt, tokens
         about = {"prompt_id": prompt_id, "events": tuple(events), "shared_prefix_tokens": shared}

@@ -10,7 +10,7 @@ import pytest
 from dora.config import Config, validated
 from dora.data.token_spans import TokenColumns
 from dora.data.trajectory import DECLARED, MEANINGS, Trajectory
-from dora.data.trajectory_fields import JSON, Kept, Kind, Packing
+from dora.data.trajectory_fields import JSON, Packing, PersistedIn, ValueKind
 from dora.data.types import Prompt, Reward, RoutingShape
 from dora.journal import records
 from dora.journal.log import DEFAULT_SIZES
@@ -57,8 +57,8 @@ def test_the_packed_message_has_each_column() -> None:
 
 
 def test_every_kind_of_value_can_be_written() -> None:
-    assert set(JSON) == set(Kind), "dora/data/trajectory_fields.py: JSON"
-    assert {*convert.FORMS, *convert.OWN_FORMS, *convert.UNCHANGED} == set(Kind), "dora/rpc/convert.py: FORMS"
+    assert set(JSON) == set(ValueKind), "dora/data/trajectory_fields.py: JSON"
+    assert {*convert.FORMS, *convert.OWN_FORMS, *convert.UNCHANGED} == set(ValueKind), "dora/rpc/convert.py: FORMS"
     by_token = {name for name, declared in DECLARED.items() if declared.packing is Packing.TOKENS}
     assert by_token == {"response_token_ids", "logprobs"}, "dora/rpc/packed.py: TOKEN holds no other field"
 
@@ -112,7 +112,7 @@ def values_of(trajectory: Trajectory) -> dict[str, Any]:
 
 async def test_a_restarted_service_restores_each_field_from_the_log_record_that_keeps_it(tmp_path: Path) -> None:
     kinds = {kind.__name__ for kind in records.KINDS}
-    assert {each.kept for each in DECLARED.values()} - {Kept.NOWHERE} <= kinds
+    assert {each.kept for each in DECLARED.values()} - {PersistedIn.NOWHERE} <= kinds
     config = configured(tmp_path)
     book = ResponseBuffer(config.rollout, ROUTING, window_versions=3)
     with state_folder_of(config, DEFAULT_SIZES) as state:
@@ -127,7 +127,7 @@ async def test_a_restarted_service_restores_each_field_from_the_log_record_that_
     before, after = (list(map(values_of, each.deliver("g0", 5)[0].trajectories)) for each in (book, again))
     defaults = {each.name: each.default for each in fields(Trajectory)}
     for name, declared in DECLARED.items():
-        if declared.kept is not Kept.NOWHERE:
+        if declared.kept is not PersistedIn.NOWHERE:
             given = [each[name] for each in before]
             assert any(value != defaults[name] for value in given), f"finished() gives {name} its default: lost unseen"
         assert [each[name] for each in after] == [each[name] for each in before], f"{name}: record {declared.kept}"

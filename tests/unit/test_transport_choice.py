@@ -1,12 +1,12 @@
 """A pair of workers chooses a transport, and reports those that failed."""
 
-from dora.kvtransfer.choice import FASTER, MEASURED_LEAST_BYTES, Choice
+from dora.kvtransfer.choice import FASTER, MEASURED_LEAST_BYTES, TransportChoice
 
 MUCH = 4 * MEASURED_LEAST_BYTES
 
 
-def measured(**took_s: float) -> Choice:
-    choice = Choice(["shm", "tcp", "gloo"])
+def measured(**took_s: float) -> TransportChoice:
+    choice = TransportChoice(["shm", "tcp", "gloo"])
     for name, seconds in took_s.items():
         choice.measure(name, MUCH, seconds)
     return choice

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dora.errors import TransferFailed
-from dora.kvtransfer.choice import Choice
+from dora.kvtransfer.choice import TransportChoice
 from dora.kvtransfer.replies import Replies
 from dora.kvtransfer.transfer import Transfer
 from dora.kvtransfer.wire import Frame, Kind
@@ -17,7 +17,7 @@ class Told:
     """Replies of a pair, to which a test says what it likes."""
 
     def __init__(self) -> None:
-        self.choice = Choice(["shm", "tcp"])
+        self.choice = TransportChoice(["shm", "tcp"])
         self.again: list[Transfer] = []
         self.replies = Replies(self.choice, self.again.append)
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from dora.orchestrator.rollout.turns import TURN_S, Turns
+from dora.orchestrator.rollout.turns import TURN_S, MessageTurns
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 async def handled_in_turns(messages: int, message_s: float) -> list[int]:
     """Returns how many of so many simultaneous messages each turn of the loop handles."""
     clock, handled, seen = Clock(), 0, [0]
-    turns = Turns(clock)
+    turns = MessageTurns(clock)
 
     async def handle() -> None:
         nonlocal handled
@@ -46,7 +46,7 @@ async def test_a_turn_of_the_loop_is_bounded_and_nobody_is_left_out() -> None:
 
 async def test_who_fails_or_is_cancelled_holds_nobody_up() -> None:
     clock = Clock()
-    turns = Turns(clock)
+    turns = MessageTurns(clock)
     wrong = ValueError("wrong")
     with pytest.raises(ValueError) as caught:
         async with turns:

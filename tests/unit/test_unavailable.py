@@ -131,7 +131,7 @@ def test_what_was_asked_for_and_has_been_found_is_known_until_the_next_commit() 
     bench.load_all()
     bench.fill(1)
     bench.post(on.StepCommitted(1, 1))
-    assert not bench.machine.was_found(1) and not bench.state.asked
+    assert not bench.machine.was_found(1) and not bench.state.to_republish
 
 
 def test_what_is_needed_no_more_may_still_come_anew() -> None:
@@ -143,7 +143,7 @@ def test_what_is_needed_no_more_may_still_come_anew() -> None:
         bench.post(on.GroupCancelled(name, "cancelled on request"))
     assert not bench.state.rejected and bench.machine.has_to_come(1) and not bench.machine.was_found(1)
     bench.post(on.VersionRepublished(1, 1))
-    assert not bench.state.unavailable and not bench.state.window.quarantined and not bench.state.asked
+    assert not bench.state.unavailable and not bench.state.window.quarantined and not bench.state.to_republish
 
 
 def test_a_worker_that_comes_with_other_weights_does_not_prove_what_is_gone() -> None:

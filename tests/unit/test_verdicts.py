@@ -24,7 +24,7 @@ from dora.ops.doctor import engine_checks
 from dora.ops.doctor import run as doctor
 from dora.ops.doctor.run import run_stage
 from dora.ops.doctor.stages import STAGES
-from dora.ops.doctor.verdict import Failed, Outcome, Subject, Verdict
+from dora.ops.doctor.verdict import Failed, Outcome, StageResult, Subject
 from dora.ops.verify import verify
 from tests.chaos.report import not_struck
 from tests.chaos.strikes import Struck
@@ -108,7 +108,7 @@ def test_a_machine_is_well_only_if_a_stage_is(
     monkeypatch: pytest.MonkeyPatch, tiny_dense: Path, outcomes: tuple[Outcome, ...], code: ExitCode
 ) -> None:
     left = iter(outcomes)
-    monkeypatch.setattr(doctor, "run_stage", lambda stage, *_: Verdict(stage.name, next(left)))
+    monkeypatch.setattr(doctor, "run_stage", lambda stage, *_: StageResult(stage.name, next(left)))
     names = [part for stage in STAGES[1:3] for part in ("--stage", stage.name)]
     shown = run("doctor", "--device", "cpu", "--model", str(tiny_dense), "--json", *names)
     assert (shown.exit_code, json.loads(shown.stdout)["ok"]) == (code, code == ExitCode.OK)

@@ -24,7 +24,7 @@ from dora.weights.load_time import READ_SHARE, LoadDeadline, load_limit_s
 from dora.weights.reference import DTYPE_BYTES, Reference, TensorHeader, read_layout
 from dora.worker.copying import weight_ring
 from dora.worker.copying.streams import DONE, Mark
-from dora.worker.copying.weight_ring import DTYPES, Piece, Slot, WeightRing
+from dora.worker.copying.weight_ring import DTYPES, FilePiece, Slot, WeightRing
 from tests.refusals import refused
 from tests.streams import Simulated, Work, _nothing
 
@@ -245,7 +245,7 @@ class CopiesBesideTheLine(Simulated):
 class ReusesSlots(WeightRing):
     """A slot is filled before its copies are complete."""
 
-    def _fill(self, slot: Slot, piece: Piece, ahead_bytes: int) -> None:
+    def _fill(self, slot: Slot, piece: FilePiece, ahead_bytes: int) -> None:
         slot.mark = DONE
         super()._fill(slot, piece, ahead_bytes)
 
@@ -253,7 +253,7 @@ class ReusesSlots(WeightRing):
 class FillsThenWaits(WeightRing):
     """The wait for a slot's copies comes after the slot is filled."""
 
-    def _fill(self, slot: Slot, piece: Piece, ahead_bytes: int) -> None:
+    def _fill(self, slot: Slot, piece: FilePiece, ahead_bytes: int) -> None:
         weight_ring.read(piece, slot.memory[: piece.size_bytes], ahead_bytes)
         slot.mark.synchronize()
 
@@ -280,7 +280,7 @@ class OneSlotForTwo(WeightRing):
 class FillsTooEarly(WeightRing):
     """A slot's next piece is asked for before the last copy from it is queued."""
 
-    def _fill_later(self, index: int, pieces: Sequence[Piece]) -> None:
+    def _fill_later(self, index: int, pieces: Sequence[FilePiece]) -> None:
         super()._fill_later(index, pieces)
         if index == len(self._slots) - 1:
             super()._fill_later(index + 1, pieces)
@@ -289,8 +289,8 @@ class FillsTooEarly(WeightRing):
 class LeavesOutTheEnd(WeightRing):
     """The last piece of a file is not a whole slot, and only whole words of it are read."""
 
-    def _fill(self, slot: Slot, piece: Piece, ahead_bytes: int) -> None:
-        whole = Piece(piece.file, piece.offset, piece.size_bytes // 8 * 8)
+    def _fill(self, slot: Slot, piece: FilePiece, ahead_bytes: int) -> None:
+        whole = FilePiece(piece.file, piece.offset, piece.size_bytes // 8 * 8)
         super()._fill(slot, whole, ahead_bytes)
 
 
@@ -299,7 +299,9 @@ class GoesOnInTheNextFile(WeightRing):
 
     def _planned(self, files: Sequence[Path]) -> Any:
         pieces, tensors = super()._planned(files)
-        return [Piece(each.file, each.offset, max(1, each.size_bytes // 8 * 8)) for each in pieces] + pieces, tensors
+        return [
+            FilePiece(each.file, each.offset, max(1, each.size_bytes // 8 * 8)) for each in pieces
+        ] + pieces, tensors
 
 
 class AwaitsNoFill(WeightRing):
@@ -386,10 +388,10 @@ def test_a_file_that_is_missing_or_too_short_is_refused(versions: list[list[Path
     size_bytes = file.stat().st_size
     memory = np.zeros(16, np.uint8)
     with refused(InvalidValue, field="weights file", value=str(file)):
-        weight_ring.read(Piece(file, size_bytes - 3, 16), memory, 0)
+        weight_ring.read(FilePiece(file, size_bytes - 3, 16), memory, 0)
     file.unlink()
     with refused(InvalidValue, field="weights file", value=str(file)):
-        weight_ring.read(Piece(file, 0, 16), memory, 0)
+        weight_ring.read(FilePiece(file, 0, 16), memory, 0)
 
 
 def test_a_fill_that_fails_ends_the_load_and_the_next_load_is_whole(versions: list[list[Path]], tmp_path: Path) -> None:

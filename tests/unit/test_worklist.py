@@ -69,7 +69,7 @@ def test_idle_and_nearly_full_workers_are_those_last_said_to_be() -> None:
     worklist.rests(4, False)
     worklist.fills(1, True)
     assert (worklist.idle, worklist.nearly_full) == ({2}, {1})
-    worklist.given(2)
+    worklist.assigned(2)
     worklist.fills(1, False)
     assert not worklist.idle
     assert not worklist.nearly_full

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from dora.errors import InvalidValue
-from dora.lab.sim.scenario import Lengths, Turns, Workload
+from dora.lab.sim.scenario import Lengths, SimTurns, Workload
 from dora.lab.sim.traces import load_histogram, load_trace
-from dora.lab.sim.workload import SimPrompt, Turn, WorkloadStream, longest_context_tokens, moments
+from dora.lab.sim.workload import EngineTurn, SimPrompt, WorkloadStream, longest_context_tokens, moments
 from tests.refusals import refused
 
 
@@ -64,7 +64,7 @@ def test_a_million_responses_take_seconds() -> None:
 
 
 def test_same_seed_same_prompts_whatever_the_takes() -> None:
-    workload = Workload(prompts=700, turns=Turns(most=3, environment_mean_s=2.0))
+    workload = Workload(prompts=700, turns=SimTurns(most=3, environment_mean_s=2.0))
     whole = drawn(workload, 1500)
     stream = WorkloadStream(workload, 0, 512)
     parts = list(itertools.chain.from_iterable(stream.take(count) for count in (1, 0, 511, 13, 975)))
@@ -157,7 +157,7 @@ def test_steps_have_groups(groups_per_step: int) -> None:
 
 
 def test_turns_split_each_response() -> None:
-    turns = Turns(most=6, environment_mean_s=5.0, environment_sigma=0.5, answer_tokens=70)
+    turns = SimTurns(most=6, environment_mean_s=5.0, environment_sigma=0.5, answer_tokens=70)
     prompts = drawn(Workload(turns=turns, lengths=Lengths(mu=3.0)), 2000)
     counts = np.zeros(7)
     waits: list[float] = []
@@ -174,10 +174,10 @@ def test_turns_split_each_response() -> None:
 
 
 def test_answers_are_read_with_every_token_after_them() -> None:
-    turns = ((Turn(10, 1.0, 100), Turn(20, 0.0, 0)), (Turn(30, 0.0, 0),))
+    turns = ((EngineTurn(10, 1.0, 100), EngineTurn(20, 0.0, 0)), (EngineTurn(30, 0.0, 0),))
     prompt = replace(drawn(Workload(group_size=2), 1)[0], prompt_tokens=50, lengths=(30, 30), turns=turns)
     assert prompt.context_work() == (50 * 10 + 50) + (160 * 20 + 200) + (50 * 30 + 450)
-    workload = Workload(turns=Turns(most=4, answer_tokens=300))
+    workload = Workload(turns=SimTurns(most=4, answer_tokens=300))
     prompts = drawn(workload, 2000)
     of_answers = sum(prompt.context_work() - replace(prompt, turns=()).context_work() for prompt in prompts)
     tokens = sum(map(sum, (prompt.lengths for prompt in prompts)))
@@ -185,7 +185,7 @@ def test_answers_are_read_with_every_token_after_them() -> None:
 
 
 def test_single_turn_workloads_have_no_turns_and_the_same_lengths() -> None:
-    plain, split = drawn(Workload(), 20), drawn(Workload(turns=Turns(most=4)), 20)
+    plain, split = drawn(Workload(), 20), drawn(Workload(turns=SimTurns(most=4)), 20)
     assert all(prompt.turns == () for prompt in plain)
     assert [prompt.lengths for prompt in plain] == [prompt.lengths for prompt in split]
     assert {part.environment_s for prompt in split for parts in prompt.turns for part in parts} == {0.0}

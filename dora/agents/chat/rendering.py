@@ -59,14 +59,11 @@ class Unproven(DoraError):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text to give to the policy, and its tokens."""
-
     text: str
     token_ids: tuple[int, ...]
 
     @property
     def is_thinking(self) -> bool:
-        """Returns whether the template has opened the reasoning of the answer."""
         return self.text.rstrip().endswith(OPENS_THINKING)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora.agents.chat.tool_calls import Call, Found, ToolFormat, Tools
+from dora.agents.chat.tool_calls import FoundCall, FoundCalls, ToolFormat, Tools
 
 OPEN: Final = "<think>"
 CLOSE: Final = "</think>"
@@ -24,12 +24,11 @@ class ToolCall:
         return json.loads(self.arguments)
 
     def message(self) -> dict[str, Any]:
-        """Returns it as a part of a message of the OpenAI API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatReply:
     """An answer for a client. ``reasoning`` None: it has none."""
 
     content: str
@@ -49,8 +48,6 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of a reply's text."""
-
     content: str = ""
     reasoning: str = ""
 
@@ -81,17 +78,16 @@ class ReplyParser:
         self._text = ""
         self._sent = Piece()
 
-    def parse(self, text: str) -> Reply:
-        """Returns a whole reply."""
+    def parse(self, text: str) -> ChatReply:
         reasoning, content = self._split(text)
-        found = Found(content, ()) if self._tools is None else self._tools.find(content, self._offered)
-        return Reply(found.content, reasoning, tuple(map(self._named, found.calls)))
+        found = FoundCalls(content, ()) if self._tools is None else self._tools.find(content, self._offered)
+        return ChatReply(found.content, reasoning, tuple(map(self._named, found.calls)))
 
     def push(self, text: str) -> Piece:
         """Returns the part of the text so far that no later text can change."""
         self._text += text
         if self._is_plain:
-            return self._unsent(Reply(self._text))
+            return self._unsent(ChatReply(self._text))
         reasoning, content = self._split(self._text)
         if reasoning is not None and not self._has_closed():
             reasoning = _before(reasoning, CLOSE)
@@ -99,14 +95,14 @@ class ReplyParser:
             content = ""  # it may yet be reasoning
         if self._tools is not None:
             content = self._before_call(content, self._tools)
-        return self._unsent(Reply(content, reasoning))
+        return self._unsent(ChatReply(content, reasoning))
 
-    def end(self) -> tuple[Piece, Reply]:
+    def end(self) -> tuple[Piece, ChatReply]:
         """Returns the rest of the text, and the whole reply."""
         reply = self.parse(self._text)
         return self._unsent(reply), reply
 
-    def _unsent(self, reply: Reply) -> Piece:
+    def _unsent(self, reply: ChatReply) -> Piece:
         content, reasoning = self._sent.content, self._sent.reasoning
         new = Piece(reply.content[len(content) :], (reply.reasoning or "")[len(reasoning) :])
         self._sent = Piece(content + new.content, reasoning + new.reasoning)
@@ -137,7 +133,7 @@ class ReplyParser:
             content = content.partition(mark)[0] if mark in content else _before(content, mark)
         return content.rstrip()  # spaces before a call are no content
 
-    def _named(self, call: Call) -> ToolCall:
+    def _named(self, call: FoundCall) -> ToolCall:
         return ToolCall(self._new_id(), call.name, json.dumps(call.arguments, ensure_ascii=False))
 
 

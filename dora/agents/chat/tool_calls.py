@@ -18,7 +18,7 @@ DEPTH_MAX: Final = strict_json.DEPTH_MAX - 16  # of a call: a request that repea
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FoundCall:
     """A well-formed call. ``arguments``: an object."""
 
     name: str
@@ -26,11 +26,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCalls:
     """The calls of a text, and the text without them. The text begins as the whole one does."""
 
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[FoundCall, ...]
 
 
 Tools = Sequence[Mapping[str, Any]]  # as in the OpenAI API
@@ -45,7 +45,7 @@ class ToolFormat:
 
     name: str
     marks: tuple[str, ...]
-    find: Callable[[str, Tools], Found]
+    find: Callable[[str, Tools], FoundCalls]
     only_first: bool = False
 
 
@@ -57,14 +57,14 @@ def format_of(chat_template: str) -> ToolFormat:
     return FORMATS["llama" if '"parameters":' in chat_template else "hermes"]
 
 
-def _call_of(value: Any, *names: str) -> Call | None:
+def _call_of(value: Any, *names: str) -> FoundCall | None:
     """Reads an object {"name": ..., <one of names>: {...}}."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     arguments: Any = next((value[name] for name in names if name in value), {})
     if isinstance(arguments, str):
         arguments = _json(arguments)
-    return Call(value["name"], arguments) if isinstance(arguments, dict) else None
+    return FoundCall(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
 def _json(text: str) -> Any:
@@ -86,9 +86,9 @@ _FUNCTION: Final = re.compile(r"<function=([^>\s]+)>(.*)</function>", re.DOTALL)
 _PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _hermes(text: str, tools: Tools) -> Found:
+def _hermes(text: str, tools: Tools) -> FoundCalls:
     """``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
-    calls: list[Call] = []
+    calls: list[FoundCall] = []
 
     def kept(match: re.Match[str]) -> str:
         body = match[1].strip()
@@ -99,10 +99,10 @@ def _hermes(text: str, tools: Tools) -> Found:
         return ""
 
     content = _TAGGED.sub(kept, text)
-    return Found(content.rstrip() if calls else text, tuple(calls))
+    return FoundCalls(content.rstrip() if calls else text, tuple(calls))
 
 
-def _function(body: str, tools: Tools) -> Call | None:
+def _function(body: str, tools: Tools) -> FoundCall | None:
     match = _FUNCTION.fullmatch(body)
     if match is None or _PARAMETER.sub("", match[2]).strip():
         return None
@@ -111,7 +111,7 @@ def _function(body: str, tools: Tools) -> Call | None:
     given = schema.get("properties") if isinstance(schema, dict) else None
     properties = given if isinstance(given, dict) else {}
     values = _PARAMETER.findall(match[2])
-    return Call(match[1], {name: _value(text, _types(properties.get(name), schema)) for name, text in values})
+    return FoundCall(match[1], {name: _value(text, _types(properties.get(name), schema)) for name, text in values})
 
 
 def _value(text: str, types: frozenset[str]) -> Any:
@@ -166,13 +166,13 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _llama(text: str, _: Tools) -> Found:
+def _llama(text: str, _: Tools) -> FoundCalls:
     """A whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls = tuple(_call_of(value, "parameters", "arguments") for value in _objects(body))
     if not calls or None in calls:
-        return Found(text, ())
-    return Found("", tuple(call for call in calls if call is not None))
+        return FoundCalls(text, ())
+    return FoundCalls("", tuple(call for call in calls if call is not None))
 
 
 def _objects(text: str) -> Iterator[Any]:
@@ -194,10 +194,10 @@ def _objects(text: str) -> Iterator[Any]:
 _NAMED: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL)
 
 
-def _mistral(text: str, _: Tools) -> Found:
+def _mistral(text: str, _: Tools) -> FoundCalls:
     """``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
     content, *bodies = text.split("[TOOL_CALLS]")
-    calls: list[Call | None] = []
+    calls: list[FoundCall | None] = []
     for body in bodies:
         value, named = _json(body.strip()), _NAMED.fullmatch(body)
         if isinstance(value, list) and value:
@@ -205,8 +205,8 @@ def _mistral(text: str, _: Tools) -> Found:
         else:
             calls.append(_call_of({"name": named[1], "arguments": _json(named[2])}, "arguments") if named else None)
     if not calls or None in calls:
-        return Found(text, ())
-    return Found(content.rstrip(), tuple(call for call in calls if call is not None))
+        return FoundCalls(text, ())
+    return FoundCalls(content.rstrip(), tuple(call for call in calls if call is not None))
 
 
 FORMATS: Final[Mapping[str, ToolFormat]] = {

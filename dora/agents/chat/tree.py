@@ -23,7 +23,7 @@ BRANCH: Final = "branch"  # another continuation of a known place
 NEW: Final = "new"  # a chat without an answer of this session
 
 
-class Place(NamedTuple):
+class BranchPlace(NamedTuple):
     """The end of an answer: the first ``tokens`` tokens of a branch."""
 
     branch: int
@@ -34,22 +34,22 @@ class Place(NamedTuple):
 class _Node:
     """A message of a chat. ``place``: its end if it is an answer of this session."""
 
-    place: Place | None = None
+    place: BranchPlace | None = None
     children: dict[str, list["_Node"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One turn: ``given`` follows the tokens of ``branch``.
+    """One turn: ``inputs`` follows the tokens of ``branch``.
 
     ``begins``: the branch is new. It has the tokens of ``origin``; None: none. ``reason``: why it is new: a key of
     BREAKS, BRANCH or NEW; empty for a session's first branch.
     """
 
     branch: int
-    given: tuple[int, ...]
+    inputs: tuple[int, ...]
     begins: bool = False
-    origin: Place | None = None
+    origin: BranchPlace | None = None
     reason: str = ""
     is_thinking: bool = False  # the template has opened the reasoning of the answer
     _parent: _Node | None = field(default=None, repr=False, compare=False)
@@ -89,11 +89,13 @@ class Plan:
     parent: _Node  # the last known answer among the messages
     count: int  # of the messages up to it
     sampled: list[int] | None  # its tokens; None: there is none
-    tips: Sequence[tuple[Place, list[int], list[int]]]
+    tips: Sequence[tuple[BranchPlace, list[int], list[int]]]
     reason: str
     prompt: Rendered | None = None
     suffix: Rendered | None = None  # after that answer
-    same: tuple[Place, Rendered] | None = None  # the branch whose text the prompt begins with, and what follows it
+    same: tuple[BranchPlace, Rendered] | None = (
+        None  # the branch whose text the prompt begins with, and what follows it
+    )
 
     @property
     def is_rendered(self) -> bool:
@@ -186,7 +188,7 @@ class SessionTree:
     def answered(self, ask: Ask, sampled: Sequence[int], message: Message | None = None) -> None:
         """Notes the tokens of a turn that has ended, and the message that the client was told."""
         branch = self.branches[ask.branch]
-        branch.token_ids += ask.given
+        branch.token_ids += ask.inputs
         first = len(branch.token_ids)
         branch.token_ids += sampled
         branch.turns.append((first, len(branch.token_ids)))
@@ -200,12 +202,12 @@ class SessionTree:
                 plain = [_Node()]
                 node.children[each] += plain
             node = plain[0]
-        node.children.setdefault(key, []).append(_Node(Place(ask.branch, len(branch.token_ids))))
+        node.children.setdefault(key, []).append(_Node(BranchPlace(ask.branch, len(branch.token_ids))))
         self._answers.add(key)
 
-    def dropped(self, ask: Ask, *, was_asked: bool = True) -> None:
-        """Notes that a turn has failed. ``was_asked``: the service knows of it, so its branch cannot go on."""
-        self.branches[ask.branch].is_open = not was_asked
+    def dropped(self, ask: Ask, *, is_known: bool = True) -> None:
+        """Notes that a turn has failed. ``is_known``: the service knows of it, so its branch cannot go on."""
+        self.branches[ask.branch].is_open = not is_known
 
     def _find(self, root: _Node, messages: Sequence[Message], keys: Sequence[str]) -> tuple[_Node, int, str]:
         """Returns the last answer of this session among the messages, the number of messages up to it, and the reason
@@ -231,28 +233,27 @@ class SessionTree:
         answers = any(child.place for node in level for children in node.children.values() for child in children)
         return answers and rest[number]["role"] == "assistant"
 
-    def _is_tip(self, place: Place | None) -> bool:
-        """Returns whether the branch of a place may go on from there."""
+    def _is_tip(self, place: BranchPlace | None) -> bool:
         if place is None:
             return False
         branch = self.branches[place.branch]
         return branch.is_open and len(branch.token_ids) == place.tokens
 
-    def _answer(self, place: Place) -> list[int]:
+    def _answer(self, place: BranchPlace) -> list[int]:
         branch = self.branches[place.branch]
         first = next(first for first, end in branch.turns if end == place.tokens)
         return branch.token_ids[first : place.tokens]
 
-    def _tips(self) -> list[tuple[Place, list[int], list[int]]]:
+    def _tips(self) -> list[tuple[BranchPlace, list[int], list[int]]]:
         """Returns the latest branches that may go on: their ends, tokens, and last answers."""
         found = []
         for number, branch in reversed(list(enumerate(self.branches))[-_TEXTS_MAX:]):
-            place = Place(number, len(branch.token_ids))
+            place = BranchPlace(number, len(branch.token_ids))
             if branch.turns and self._is_tip(place):
                 found.append((place, [*branch.token_ids], self._answer(place)))
         return found
 
-    def _longest(self, rendered: Rendered) -> tuple[Place | None, Rendered, bool]:
+    def _longest(self, rendered: Rendered) -> tuple[BranchPlace | None, Rendered, bool]:
         """Returns the place from which the most tokens of a prompt can be kept, the tokens that follow it, and whether
         they differ within an answer.
         """
@@ -262,18 +263,18 @@ class SessionTree:
             common = branch.common(token_ids)
             cuts = cuts or any(first < common < end for first, end in branch.turns)
             end = max((end for _, end in branch.turns if end <= common and end < len(token_ids)), default=0)
-            place = Place(number, end)
+            place = BranchPlace(number, end)
             if end and (end, self._is_tip(place)) > kept:
                 best, kept = place, (end, self._is_tip(place))
         return best, Rendered(rendered.text, rendered.token_ids[kept[0] :]), cuts
 
     def _begin(
-        self, rendered: Rendered, origin: Place | None, reason: str, parent: _Node | None, keys: tuple[str, ...]
+        self, rendered: Rendered, origin: BranchPlace | None, reason: str, parent: _Node | None, keys: tuple[str, ...]
     ) -> Ask:
-        given, thinks = rendered.token_ids, rendered.is_thinking
+        inputs, thinks = rendered.token_ids, rendered.is_thinking
         if origin is not None and self._is_tip(origin):
             self.branches[origin.branch].is_open = False
-            return Ask(origin.branch, given, is_thinking=thinks, _parent=parent, _keys=keys)
+            return Ask(origin.branch, inputs, is_thinking=thinks, _parent=parent, _keys=keys)
         number = len(self.branches)
         reason = reason if number else ""
         if reason in BREAKS:
@@ -281,4 +282,4 @@ class SessionTree:
         branch = Branch() if origin is None else self.branches[origin.branch].until(origin.tokens)
         branch.is_open = False
         self.branches.append(branch)
-        return Ask(number, given, True, origin, reason, thinks, parent, keys)
+        return Ask(number, inputs, True, origin, reason, thinks, parent, keys)

@@ -16,15 +16,15 @@ GRACE_S: Final = 1.0  # for a cancelled call to end
 STUCK_MAX: Final = 64  # calls left behind in one process, which then ends itself and is started again
 
 
-class Failed(DoraError):
+class EnvironmentFailed(DoraError):
     """A session's environment cannot go on: the reason, in one line."""
 
 
-class TimeOver(Failed):
+class TimeOver(EnvironmentFailed):
     """A call of the environment took longer than it may."""
 
 
-class Ended(Failed):
+class Ended(EnvironmentFailed):
     """The process of a session's environment has ended. ``fault``: whose it is."""
 
     def __init__(self, said: str, fault: Fault) -> None:
@@ -55,7 +55,7 @@ class Calls:
             await self.end(task)
             raise TimeOver(f"a call took longer than {limit_s:g} s")
         if task.cancelled():
-            raise Failed("the environment cancelled its own call")
+            raise EnvironmentFailed("the environment cancelled its own call")
         return task.result()
 
     async def end(self, task: asyncio.Future[Any]) -> None:
@@ -98,4 +98,4 @@ class TimeLeft:
                 return await self._calls.run(call, max(self._left_s, 0.0))
             except TimeOver:
                 said = f"the environment took longer than environment.timeout_s = {self._limit_s:g}"
-                raise Failed(said) from None
+                raise EnvironmentFailed(said) from None

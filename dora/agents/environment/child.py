@@ -5,14 +5,12 @@ from pathlib import Path
 
 from dora.agents.environment.loading import check_loads
 from dora.config import EnvironmentConfig
-from dora.host.kept import KeptProcess
+from dora.host.supervised import SupervisedProcess
 from dora.system.environment import child_environment
 from dora.tls import Tls
 
 
 class EnvironmentProcess:
-    """Runs an environment from ``start`` to ``stop``."""
-
     def __init__(self, settings: EnvironmentConfig, passed: Sequence[str] = (), tls: Tls | None = None) -> None:
         """``passed``: variables of the surroundings for it. ``tls``: the service's; None: it is in the clear.
 
@@ -21,7 +19,7 @@ class EnvironmentProcess:
         self._settings = settings
         self._environment = child_environment(tuple(passed), {} if tls is None else tls.environment())
         check_loads(settings, self._environment)
-        self._process: KeptProcess | None = None
+        self._process: SupervisedProcess | None = None
 
     def start(self, service: str, token: str, model: Path, log: Path | None = None) -> None:
         """``token``: of the environment's role. ``log``: the file for its output; None: this process's stderr."""
@@ -29,9 +27,8 @@ class EnvironmentProcess:
         sets = [word for each in words for word in ("--set", each)]
         argv = ["-m", "dora", "environment", self._settings.spec, "--service", service, "--model", str(model), *sets]
         environment = {**self._environment, "DORA_TOKEN": token}
-        self._process = KeptProcess("the environment", argv, environment, log=log)
+        self._process = SupervisedProcess("the environment", argv, environment, log=log)
 
     async def stop(self) -> None:
-        """Ends the process, if it was started."""
         if self._process is not None:
             await self._process.stop()

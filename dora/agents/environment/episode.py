@@ -12,15 +12,15 @@ from typing import Any, Protocol, TypeVar
 
 from dora.agents.chat.message import checked_tools
 from dora.agents.chat.rendering import Tools
-from dora.agents.chat.reply import Reply as ParsedReply
+from dora.agents.chat.reply import ChatReply as ParsedReply
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
 from dora.agents.chat.tree import Ask, SessionTree
-from dora.agents.environment.calls import Calls, Ended, Failed, TimeLeft
+from dora.agents.environment.calls import Calls, Ended, EnvironmentFailed, TimeLeft
 from dora.agents.environment.pool import WarmPool, closed, prepare
 from dora.agents.environment.processes import Remote
 from dora.agents.environment.protocol import End, Environment, Reply, Steps, Task, new_messages
-from dora.agents.environment.verdicts import Conversation, VerdictCache, is_deterministic
+from dora.agents.environment.verdicts import ConversationDigest, VerdictCache, is_deterministic
 from dora.agents.front.model import ServedModel
 from dora.agents.front.source import Sampled
 from dora.agents.front.turns import Texts
@@ -104,7 +104,9 @@ class Episodes:
     async def _run(self, session: Driven, environments: list[Environment]) -> None:
         begun = session.turn.number
         if not begun and len(session.prompt_token_ids):
-            raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt")
+            raise EnvironmentFailed(
+                f"prompt {session.prompt_id} has tokens: submit it without, as reset() gives the prompt"
+            )
         left, task = TimeLeft(self.timeout_s, self.calls), task_of(session)
         alone = await self.alone(task) if self.alone is not None else None
         if alone is not None:
@@ -135,20 +137,20 @@ class Episodes:
     ) -> None:
         tree, steps, numbers = SessionTree(self.model.renderer), Steps(), list[int]()
         tools = checked_tools(getattr(environment, "tools", None), "tools")
-        judge = _Judge(environment, Conversation(task_of(session)), self.verdicts)
+        judge = _Judge(environment, ConversationDigest(task_of(session)), self.verdicts)
         judge.told(chat)
         name, new = "reset", chat
         while True:
             try:
                 ask = await self._asked(tree, chat, new, tools)
-                given = [*tree.branches[ask.branch].token_ids, *ask.given] if ask.begins else ask.given
+                inputs = [*tree.branches[ask.branch].token_ids, *ask.inputs] if ask.begins else ask.inputs
                 call = session.begin if ask.begins else session.ask
-                turn = await kept(partial(call, given, name=name))
+                turn = await until_answered(partial(call, inputs, name=name))
             except InvalidValue as error:
                 if not numbers or error.field != "given_token_ids":
                     raise
                 cut = steps.cut(f"no room for another turn: {error}")
-                await kept(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
+                await until_answered(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
                 return
             parsed = self._parsed(turn, tools, is_thinking=ask.is_thinking)
             message = parsed.message()
@@ -159,7 +161,7 @@ class Episodes:
             if len(numbers) == self.turns and not isinstance(found, End):
                 found = steps.cut(f"environment.turns = {self.turns}")
             if isinstance(found, End):
-                await kept(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
+                await until_answered(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
                 return
             judge.told(found)
             chat, new = [*chat, message, *found], found
@@ -198,7 +200,7 @@ class Episodes:
 class _Judge:
     """Steps an environment. The end of a conversation that a deterministic one has had before is not computed again."""
 
-    def __init__(self, environment: Environment, conversation: Conversation, verdicts: VerdictCache) -> None:
+    def __init__(self, environment: Environment, conversation: ConversationDigest, verdicts: VerdictCache) -> None:
         self._environment = environment
         self._verdicts = verdicts if is_deterministic(environment) else None
         self._conversation = conversation
@@ -267,7 +269,7 @@ async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: 
     )
 
 
-async def kept(call: Callable[[], Awaitable[Result]]) -> Result:
+async def until_answered(call: Callable[[], Awaitable[Result]]) -> Result:
     """Repeats a call until the service answers: a repeated turn is sampled once. Raises ServiceUnavailable."""
     patience = Patience(RECONNECT_S)
     while True:

@@ -28,7 +28,7 @@ _FULL: Final = "CAPACITY_REACHED"
 _INVALID: Final = "VALIDATION_ERROR"  # of an action: the policy is told
 
 
-class Refused(DoraError):
+class ServerRefused(DoraError):
     """A server's error. ``value``: its code."""
 
 
@@ -53,7 +53,6 @@ class Freed:
         return True
 
     def tell(self) -> None:
-        """A session has closed."""
         if self._waiting:
             self._waiting.pop(0).set()
 
@@ -77,8 +76,6 @@ class Server:
 
 
 class OpenEnvEpisode:
-    """One episode."""
-
     def __init__(self, server: Server) -> None:
         self._server = server
         self._http: aiohttp.ClientSession | None = None
@@ -94,9 +91,9 @@ class OpenEnvEpisode:
         self._http = aiohttp.ClientSession()
         found = await self._begun(self._http, {"seed": seed, "episode_id": task.session_id, **options})
         if found.get("done"):
-            raise Refused("the episode is over at its reset", "done", "true")
+            raise ServerRefused("the episode is over at its reset", "done", "true")
         if self._actions.are_calls:
-            self.tools = tools_of((await self._asked("step", {"type": "list_tools"}))["observation"])
+            self.tools = tools_of((await self._request("step", {"type": "list_tools"}))["observation"])
         return first_message(task, text_of(found["observation"]))
 
     async def step(self, reply: Reply) -> tuple[str | Messages, float, bool, bool, Mapping[str, Any]]:
@@ -104,7 +101,7 @@ class OpenEnvEpisode:
         actions = self._actions.of(reply)
         if not actions:
             is_over = self._actions.are_calls
-            return "the reply calls no tool" if is_over else self._actions.wanted, 0.0, False, is_over, {}
+            return "the reply calls no tool" if is_over else self._actions.expected, 0.0, False, is_over, {}
         reward, texts, found = 0.0, list[str](), dict[str, Any]()
         for action in actions:
             found = await self._stepped(action)
@@ -137,13 +134,13 @@ class OpenEnvEpisode:
                 self._socket = await http.ws_connect(
                     self._server.socket_url, heartbeat=HEARTBEAT_S, max_msg_size=MESSAGE_BYTES
                 )
-                return await self._asked("reset", options)
-            except Refused as error:
+                return await self._request("reset", options)
+            except ServerRefused as error:
                 if error.value != _FULL or loop.time() - began_s >= self._server.full_s:
                     raise
             except (aiohttp.ClientError, OSError) as error:
                 if loop.time() - began_s >= self._server.away_s:
-                    raise Refused(f"{self._server.url} cannot be reached: {error}", "openenv", "away") from error
+                    raise ServerRefused(f"{self._server.url} cannot be reached: {error}", "openenv", "away") from error
             if self._socket is not None:
                 await self._socket.close()
             pause_s = PAUSE_S if await self._server.freed.wait(pause_s) else min(2 * pause_s, PAUSE_MAX_S)
@@ -152,38 +149,38 @@ class OpenEnvEpisode:
         async with http.get(self._server.schema_url) as reply:
             if reply.status != 200:
                 said = (await reply.text())[:200]
-                raise Refused(f"{self._server.schema_url} answered {reply.status}: {said}", "schema", reply.status)
+                raise ServerRefused(
+                    f"{self._server.schema_url} answered {reply.status}: {said}", "schema", reply.status
+                )
             return actions_of((await reply.json())["action"])
 
     async def _stepped(self, action: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return await self._asked("step", action)
-        except Refused as error:
+            return await self._request("step", action)
+        except ServerRefused as error:
             if error.value != _INVALID:
                 raise
             return {"observation": {"error": str(error)}}
 
     async def _last(self, text: str) -> str:
-        """Returns the record's line about an episode that is over."""
-        state = await self._asked("state")
+        state = await self._request("state")
         return f"episode {state.get('episode_id')}, {state.get('step_count')} steps: {text}"
 
-    async def _asked(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a message, and returns the data of its answer. Raises Refused."""
+    async def _request(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         assert self._socket is not None
         with suppress(ConnectionError):  # the server has refused the session: its reason is the next message
             await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise Refused(f"the server closed the connection ({message.data}) at {kind}", "openenv", "closed")
+            raise ServerRefused(f"the server closed the connection ({message.data}) at {kind}", "openenv", "closed")
         answer = read_json(message.data, "openenv", MESSAGE_BYTES)
         found = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(found, dict):
-            raise Refused(f"the server's answer to {kind} has no data", "openenv", "answer")
+            raise ServerRefused(f"the server's answer to {kind} has no data", "openenv", "answer")
         if answer.get("type") == "error":
             details = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found.get("errors", ())]
             said = "; ".join([str(found.get("message")), *details])
-            raise Refused(f"{found.get('code')}: {said}", "openenv", found.get("code"))
+            raise ServerRefused(f"{found.get('code')}: {said}", "openenv", found.get("code"))
         return found
 
 

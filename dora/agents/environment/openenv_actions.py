@@ -49,13 +49,12 @@ class Actions:
         return found if isinstance(found, dict) and found.keys() <= {*self.fields, *_SHARED} else None
 
     @property
-    def wanted(self) -> str:
+    def expected(self) -> str:
         """The message to a policy whose reply has no action."""
         return f"Answer with a JSON object with the fields {', '.join(self.fields)}."
 
 
 def actions_of(schema: Mapping[str, Any]) -> Actions:
-    """Returns the actions that a JSON schema describes."""
     fields = {name: field for name, field in schema.get("properties", {}).items() if name not in _SHARED}
     kind = fields.get("type", {})
     if kind.get("const", kind.get("default")) == _CALL:

@@ -102,7 +102,6 @@ class WarmPool:
 
 
 async def prepare(environment: Environment) -> None:
-    """Awaits ``prepare()`` of an environment, if it has one."""
     call = getattr(environment, "prepare", None)
     if call is not None:
         await call()

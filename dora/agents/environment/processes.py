@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
-from dora.agents.environment.calls import Ended, Failed, Fault
+from dora.agents.environment.calls import Ended, EnvironmentFailed, Fault
 from dora.agents.environment.loading import LOADS_S
 from dora.agents.environment.protocol import End, Messages, Reply, Task
 from dora.agents.environment.spec import OPTION
@@ -197,7 +197,7 @@ class UserProcess:
                 if "found" in found:
                     answer.set_result(json.loads(found["found"]))
                 else:
-                    answer.set_exception(Failed(str(found.get("error", "no answer"))))
+                    answer.set_exception(EnvironmentFailed(str(found.get("error", "no answer"))))
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):

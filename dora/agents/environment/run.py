@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.agents.environment.attending import Attending
-from dora.agents.environment.calls import Calls, Failed
-from dora.agents.environment.episode import Episodes, kept
+from dora.agents.environment.calls import Calls, EnvironmentFailed
+from dora.agents.environment.episode import Episodes, until_answered
 from dora.agents.environment.guard import Guard
 from dora.agents.environment.loading import runs_elsewhere
 from dora.agents.environment.pool import WarmPool
@@ -69,7 +69,10 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
             stack.push_async_callback(processes.stop)
             await processes.shared()  # loads the class
             pool = WarmPool(processes.make, settings.warm, starting, settings.timeout_s, calls)
-            context, verdicts = (await kept(sessions.describe)).max_model_len_tokens, VerdictCache(settings.verdicts)
+            context, verdicts = (
+                (await until_answered(sessions.describe)).max_model_len_tokens,
+                VerdictCache(settings.verdicts),
+            )
             episodes = Episodes(
                 processes.make, model, settings.timeout_s, starting, pool, verdicts, calls, settings.turns,
                 processes.alone, context,
@@ -89,7 +92,7 @@ async def _unless(ends: asyncio.Task[None] | None, work: Coroutine[Any, Any, Non
         await asyncio.wait({working} if ends is None else {working, ends}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             end_descendants()  # programs of its harnesses
-            raise Failed("the process of verifiers has ended")
+            raise EnvironmentFailed("the process of verifiers has ended")
         await working
     finally:
         working.cancel()

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Final, cast
 
 from dora.agents.chat.reply import ToolCall
-from dora.agents.environment.calls import Calls, Failed
+from dora.agents.environment.calls import Calls, EnvironmentFailed
 from dora.agents.environment.guard import Guard
 from dora.agents.environment.loading import load_environment
 from dora.agents.environment.pool import prepare
@@ -104,7 +104,7 @@ class _Marked:
             except StopIteration as ended:
                 return ended.value
             except (SystemExit, KeyboardInterrupt) as error:
-                raise Failed(f"{type(error).__name__}: {error}{_where(error)}") from None
+                raise EnvironmentFailed(f"{type(error).__name__}: {error}{_where(error)}") from None
             finally:
                 self._marks.enter(None)
             try:
@@ -180,7 +180,9 @@ class Server:
         try:
             found = json.dumps(await about[do](), default=_plain)
             if len(found) > frames.FRAME_MAX_BYTES // 2:
-                raise Failed(f"{do}() has returned {len(found):,} bytes: at most {frames.FRAME_MAX_BYTES // 2:,}")
+                raise EnvironmentFailed(
+                    f"{do}() has returned {len(found):,} bytes: at most {frames.FRAME_MAX_BYTES // 2:,}"
+                )
             self.send({"call": number, "found": found})
         except asyncio.CancelledError:
             raise
@@ -228,7 +230,7 @@ def _plain(value: object) -> Any:
         return item()
     if isinstance(value, Mapping):
         return dict(value)
-    raise Failed(f"returned a {type(value).__name__}, which is no JSON")
+    raise EnvironmentFailed(f"returned a {type(value).__name__}, which is no JSON")
 
 
 async def run(spec: str, settings: EnvironmentConfig, connected: socket.socket, marks: Marks) -> None:

@@ -16,7 +16,7 @@ def is_deterministic(environment: Environment) -> bool:
     return getattr(environment, "deterministic", False) is True
 
 
-class Conversation:
+class ConversationDigest:
     """The digest of a conversation: the task, every message of the environment, every token of the policy."""
 
     def __init__(self, task: Task) -> None:
@@ -24,11 +24,9 @@ class Conversation:
         self._add([task.prompt_id, task.task_id, task.text, task.verifier, task.is_evaluation])
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Notes messages of the environment."""
         self._add(messages)
 
     def replied(self, reply: Reply) -> None:
-        """Notes a turn of the policy."""
         self._add([reply.finish_reason, reply.token_ids])
 
     def key(self) -> bytes:
@@ -50,7 +48,6 @@ class VerdictCache:
         return len(self._ends)
 
     def get(self, key: bytes) -> End | None:
-        """Returns the end of an equal conversation; None if it is not known."""
         found = self._ends.get(key)
         if found is not None:
             self._ends.move_to_end(key)

@@ -17,18 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from dora.agents.environment.calls import Failed
-from dora.agents.environment.episode import kept
+from dora.agents.environment.calls import EnvironmentFailed
+from dora.agents.environment.episode import until_answered
 from dora.agents.environment.spec import OPTION
 from dora.agents.environment.verifiers_bridge import KEY_VARIABLE, LINE_BYTES
 from dora.agents.environment.verifiers_process import bridge_argv, bridge_variables
 from dora.agents.front.app import serving
-from dora.agents.front.door import Door, Limits
+from dora.agents.front.gateway import FrontLimits, Gateway
 from dora.agents.front.listening import listening_socket
 from dora.agents.front.model import ServedModel
 from dora.agents.front.service import ServiceSession
-from dora.agents.front.sessions import AgentSession, Verdict
-from dora.agents.front.source import Live, Opening, SessionHandle
+from dora.agents.front.sessions import AgentSession, SessionReward
+from dora.agents.front.source import LiveVersions, SessionHandle, SessionOpening
 from dora.client.sessions import Session
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue, NotFound
@@ -57,7 +57,7 @@ class Bridge:
     async def run(self, session_id: str, task: int, base_url: str) -> dict[str, Any]:
         """Runs an episode. Returns its reward, components and log. Raises Failed."""
         if self.gone is None or self.gone.done():
-            raise Failed("the process of verifiers has ended")
+            raise EnvironmentFailed("the process of verifiers has ended")
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._awaited[session_id] = answer
         try:
@@ -69,11 +69,11 @@ class Bridge:
         finally:
             del self._awaited[session_id]
         if "error" in found:
-            raise Failed(found["error"])
+            raise EnvironmentFailed(found["error"])
         return found
 
-    def _send(self, asked: Mapping[str, Any]) -> None:
-        self._writer.write(json.dumps(asked).encode() + b"\n")
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
         while line := await self._reader.readline():
@@ -83,7 +83,7 @@ class Bridge:
                 answer.set_result(found)
         for answer in self._awaited.values():
             if not answer.done():
-                answer.set_exception(Failed("the process of verifiers has ended"))
+                answer.set_exception(EnvironmentFailed("the process of verifiers has ended"))
 
 
 @asynccontextmanager
@@ -121,8 +121,8 @@ class Attended:
     def note(self, version: int) -> None:
         self._newest = max(self._newest, version)
 
-    async def live(self) -> Live:
-        return Live(self._model, self._newest, (self._newest,), self._context_tokens)
+    async def live(self) -> LiveVersions:
+        return LiveVersions(self._model, self._newest, (self._newest,), self._context_tokens)
 
     async def find(self, group: str, size: int) -> list[SessionHandle]:
         raise NotFound("session", group, "the id of a session that is under way")
@@ -130,7 +130,7 @@ class Attended:
     async def find_opened(self, session_id: str) -> SessionHandle:
         raise NotFound("session", session_id, "the id of a session that is under way")
 
-    async def open(self, opening: Opening) -> list[SessionHandle]:
+    async def open(self, opening: SessionOpening) -> list[SessionHandle]:
         raise NotFound("session", opening.group, "the id of a session that is under way")
 
     async def withdraw(self, group: str, reason: str) -> None:
@@ -139,10 +139,10 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class HarnessEpisodes:
-    """Runs sessions with a harness of verifiers. ``url``: at which ``door`` is served."""
+    """Runs sessions with a harness of verifiers. ``url``: at which ``gateway`` is served."""
 
     bridge: Bridge
-    door: Door
+    gateway: Gateway
     known: Attended
     url: str
     timeout_s: float
@@ -151,14 +151,16 @@ class HarnessEpisodes:
     async def run(self, session: Session) -> None:
         """Runs one session to its end. Raises Failed, or what the service refuses."""
         if session.turn.number:
-            raise Failed(f"the process of its environment ended after turn {session.turn.number}")
+            raise EnvironmentFailed(f"the process of its environment ended after turn {session.turn.number}")
         if len(session.prompt_token_ids):
-            raise Failed(f"prompt {session.prompt_id} has tokens: submit it without, as the harness gives the prompt")
+            raise EnvironmentFailed(
+                f"prompt {session.prompt_id} has tokens: submit it without, as the harness gives the prompt"
+            )
         number = json.loads(session.verifier_json or "{}").get("task", 0)
         if type(number) is not int or number < 0:
             raise InvalidValue("verifier.task", number, "the number of a task, from 0")
         self.known.note(session.version)
-        agent = self.door.adopt(ServiceSession(session, _not_taken_back))
+        agent = self.gateway.adopt(ServiceSession(session, _not_taken_back))
         base_url = f"{self.url}/sessions/{agent.session_id}/v1"
         running: asyncio.Task[dict[str, Any]] | None = None
         try:
@@ -168,12 +170,14 @@ class HarnessEpisodes:
             await self._watched(running, agent, left_s)
             found = running.result()
             await agent.idle.wait()
-            await kept(partial(agent.close, Verdict(found["reward"], found["components"], found["log"])))
+            await until_answered(
+                partial(agent.close, SessionReward(found["reward"], found["components"], found["log"]))
+            )
         finally:
             if running is not None:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
-            self.door.release(agent)
+            self.gateway.release(agent)
 
     async def _watched(
         self, running: asyncio.Task[Any], agent: AgentSession, left_s: float, *, until_begun: bool = False
@@ -192,7 +196,7 @@ class HarnessEpisodes:
                 left_s -= 0.0 if agent.turns else loop.time() - at_s
                 if left_s <= 0:
                     said = f"the environment took longer than environment.timeout_s = {self.timeout_s:g}"
-                    raise Failed(said)
+                    raise EnvironmentFailed(said)
         finally:
             begun.cancel()
         return left_s
@@ -204,12 +208,12 @@ async def harness_episodes(
 ) -> AsyncIterator[HarnessEpisodes]:
     """Runs the bridge and serves the sessions' URLs. Raises InvalidValue."""
     key, known = secrets.token_urlsafe(24), Attended(folder, context_tokens)
-    limits = Limits(idle_s=math.inf, in_flight=4096, connections=1 << 16, sessions=1 << 17)
-    door = Door(known, model, key=key, limits=limits)
+    limits = FrontLimits(idle_s=math.inf, in_flight=4096, connections=1 << 16, sessions=1 << 17)
+    gateway = Gateway(known, model, key=key, limits=limits)
     listening = listening_socket("127.0.0.1:0", has_key=True)
-    async with bridge(settings, folder, key) as running, serving(door, listening) as url:
+    async with bridge(settings, folder, key) as running, serving(gateway, listening) as url:
         starting = asyncio.Semaphore(settings.starting)
-        yield HarnessEpisodes(running, door, known, url, settings.timeout_s, starting)
+        yield HarnessEpisodes(running, gateway, known, url, settings.timeout_s, starting)
 
 
 async def _not_taken_back(group: str, reason: str) -> None:

@@ -36,7 +36,7 @@ class Refused(Exception):
     """Why a taskset cannot be driven."""
 
 
-class Episodes:
+class VerifiersEpisodes:
     """The episodes of one environment of verifiers. ``spec``: a taskset, or a TOML file with ``env`` and ``client``."""
 
     def __init__(self, spec: str, model: str, turns: int) -> None:
@@ -125,8 +125,7 @@ def _imported() -> Any:
     return vf
 
 
-async def serve(episodes: Episodes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answers requests until the socket is closed."""
+async def serve(episodes: VerifiersEpisodes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     running: dict[str, asyncio.Task[None]] = {}
 
     def send(answer: dict[str, Any]) -> None:
@@ -145,13 +144,13 @@ async def serve(episodes: Episodes, reader: asyncio.StreamReader, writer: asynci
         send({"ready": True})
         try:
             while line := await reader.readline():
-                asked = json.loads(line)
-                if "cancel" in asked:
-                    if asked["cancel"] in running:
-                        running[asked["cancel"]].cancel()
+                message = json.loads(line)
+                if "cancel" in message:
+                    if message["cancel"] in running:
+                        running[message["cancel"]].cancel()
                 else:
-                    name = asked["id"]
-                    running[name] = asyncio.create_task(run(name, asked["task"], asked["base_url"]))
+                    name = message["id"]
+                    running[name] = asyncio.create_task(run(name, message["task"], message["base_url"]))
         finally:
             left = list(running.values())
             for task in left:
@@ -164,7 +163,7 @@ async def main(spec: str, model: str, turns: int, descriptor: int) -> None:
     connected = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=connected, limit=LINE_BYTES)
     try:
-        episodes = Episodes(spec, model, turns)
+        episodes = VerifiersEpisodes(spec, model, turns)
     except Exception as error:  # of a taskset's module
         writer.write(json.dumps({"refused": _one_line(error)}).encode() + b"\n")
         await writer.drain()
@@ -192,6 +191,6 @@ if __name__ == "__main__":
         asyncio.run(main(name, folder, int(turns_most), int(descriptors[0])))
     else:
         try:
-            Episodes(name, folder, int(turns_most))
+            VerifiersEpisodes(name, folder, int(turns_most))
         except Exception as refused:
             sys.exit(_one_line(refused))

@@ -7,12 +7,12 @@ orchestrator's event loop.
 |---|---|
 | ``source`` | what the front needs of a service: ``SessionSource``, ``SessionHandle`` |
 | ``service`` | the same over gRPC |
-| ``asked`` | ``Wanted``: a request for turns, checked; each field is offered, or refused by name |
+| ``received`` | ``Wanted``: a request for turns, checked; each field is offered, or refused by name |
 | ``turns`` | ``RunningTurn``: a turn that goes on although its client has left |
 | ``sessions`` | the sessions of agents: ids, branches, rewards, ends |
 | ``keys``, ``site`` | ids and keys of sessions; requests of web pages |
 | ``replays`` | retries of a request get the turns of its first call |
-| ``door`` | all of it together: whose call it is, limits, and the turns that it gets |
+| ``gateway`` | all of it together: whose call it is, limits, and the turns that it gets |
 | ``chat``, ``completions``, ``responses``, ``anthropic``, ``tokens``, ``control`` | the routes |
 | ``tinker`` | the routes of Tinker's sampling half |
 | ``model``, ``parts`` | the served model; parts of replies |

@@ -13,9 +13,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dora.agents.front import control
 from dora.agents.front.callers import ENDS, OPENS, TURNS
-from dora.agents.front.door import Door
 from dora.agents.front.errors import TooLarge, anthropic_body, openai_body, status_of
-from dora.agents.front.http import DOOR, ErrorBody, Handler, refusing
+from dora.agents.front.gateway import Gateway
+from dora.agents.front.http import GATEWAY, ErrorBody, Handler, refusing
 from dora.agents.front.listening import BACKLOG, url_of
 from dora.agents.front.protocols import anthropic, chat, completions, responses, tokens
 from dora.agents.front.protocols.tinker.routes import add_routes
@@ -69,19 +69,19 @@ OWN: Final = (
 ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") for each in AGENTS))
 
 
-def application(door: Door, mount: Mount | None = None) -> web.Application:
+def application(gateway: Gateway, mount: Mount | None = None) -> web.Application:
     """Returns the application. It begins no connection and no task before it is run. ``mount`` adds routes to it."""
     app = web.Application(
-        client_max_size=door.limits.body_bytes,
+        client_max_size=gateway.limits.body_bytes,
         middlewares=[_counted, _shaped],
         handler_args={"max_field_size": HEADER_BYTES_MAX},
     )
-    app[DOOR] = door
+    app[GATEWAY] = gateway
     for each in ROUTES:
         add = app.router.add_get if each.verb == "GET" else app.router.add_post
         add(each.path, refusing(each.handler, each.body_of, each.does))
     app.cleanup_ctx.append(_sweeping)
-    add_routes(app, door)
+    add_routes(app, gateway)
     if mount is not None:
         mount(app)
     return app
@@ -91,20 +91,19 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
     async def sweep() -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await app[DOOR].sweep()
+            await app[GATEWAY].sweep()
 
     task = asyncio.create_task(sweep())
     yield
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    await app[DOOR].stop()
+    await app[GATEWAY].stop()
 
 
 @web.middleware
 async def _counted(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Counts requests, and the bytes of whole replies."""
-    figures = request.app[DOOR].figures
+    figures = request.app[GATEWAY].figures
     with figures.request(request) as ended:
         response: web.StreamResponse = await handler(request)
         ended(response.status)
@@ -114,7 +113,6 @@ async def _counted(request: web.Request, handler: Any) -> web.StreamResponse:
 
 @web.middleware
 async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Gives aiohttp's own refusals the shape that clients read."""
     try:
         for name, value in request.headers.items():
             check_text(value, name)
@@ -128,7 +126,7 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
         if error.status == 404:
             found = NotFound("path", request.path, "one of the routes that the documentation lists")
         elif error.status == 413:
-            found = TooLarge("body", "(more)", f"at most {request.app[DOOR].limits.body_bytes} bytes")
+            found = TooLarge("body", "(more)", f"at most {request.app[GATEWAY].limits.body_bytes} bytes")
         else:
             found = InvalidValue("request", f"{request.method} {request.path}", error.reason or "valid HTTP")
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
@@ -137,36 +135,36 @@ async def _shaped(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def serving(door: Door, listening: socket.socket, mount: Mount | None = None) -> AsyncIterator[str]:
+async def serving(gateway: Gateway, listening: socket.socket, mount: Mount | None = None) -> AsyncIterator[str]:
     """Serves a front at a listening socket, and yields its URL. If there are too many connections, those that have made
     no request make room for others.
     """
     runner = web.AppRunner(
-        application(door, mount),
+        application(gateway, mount),
         handler_cancellation=True,
         access_log=None,
         logger=_WithoutClientsFaults(log),
         auto_decompress=False,
         # aiohttp counts from the connection's beginning or the last reply to the end of the next head, however it comes
-        keepalive_timeout=door.limits.connection_idle_s,
+        keepalive_timeout=gateway.limits.connection_idle_s,
     )
     await runner.setup()
     server = runner.server
     assert server is not None
 
     def connected() -> asyncio.BaseProtocol:
-        return _Entering(server, door.crowd)
+        return _Entering(server, gateway.crowd)
 
     try:
-        connect = connected if door.tls is None else door.tls.connecting(connected)
-        url = url_of(listening, secure=door.tls is not None)
+        connect = connected if gateway.tls is None else gateway.tls.connecting(connected)
+        url = url_of(listening, secure=gateway.tls is not None)
         server_of = asyncio.get_running_loop().create_server(connect, sock=listening, backlog=BACKLOG)
         with collecting_rarely():  # the chunks of streams live long
             async with await server_of:
                 yield url
     finally:
-        if door.tls is not None:
-            await door.tls.close()
+        if gateway.tls is not None:
+            await gateway.tls.close()
         await runner.cleanup()
 
 

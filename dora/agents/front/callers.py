@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Credentials:
     """The credentials and session of a request.
 
     ``own``: the session whose key it has, which was compared. ``method``: what the request does.
@@ -66,23 +66,23 @@ class Callers:
         """Returns whether it is the key of all clients."""
         return bool(self._key) and is_same(key, self._key.decode())
 
-    def call_of(self, given: Given) -> Call:
+    def call_of(self, credentials: Credentials) -> Call:
         """Raises Unauthenticated, PermissionDenied, and InvalidValue for the name of a session."""
-        holder, roles = given.holder, frozenset[str]()
+        holder, roles = credentials.holder, frozenset[str]()
         if holder is not None:
-            check_certificate(holder, given.method, datetime.now(UTC))
+            check_certificate(holder, credentials.method, datetime.now(UTC))
             roles = holder.roles
-        if given.own:
-            if given.session_id not in ("", given.own):
-                raise Unauthenticated("key", "(of another session)", f"the key of session {given.session_id}")
-            if not may_call(Role.SESSION, given.method):
+        if credentials.own:
+            if credentials.session_id not in ("", credentials.own):
+                raise Unauthenticated("key", "(of another session)", f"the key of session {credentials.session_id}")
+            if not may_call(Role.SESSION, credentials.method):
                 raise PermissionDenied("key", "a session's", "the front's: a session's key is for its own session")
-            return Call(given.own, given.own, roles, is_own=True)
-        self._check_key(given.key, has_role=bool(certified(roles)))
-        if given.session_id:
-            check_name(given.session_id, "session")
+            return Call(credentials.own, credentials.own, roles, is_own=True)
+        self._check_key(credentials.key, has_role=bool(certified(roles)))
+        if credentials.session_id:
+            check_name(credentials.session_id, "session")
         named = holder.name if holder is not None else ""
-        return Call(given.session_id or given.key or named or "anyone", given.session_id, roles)
+        return Call(credentials.session_id or credentials.key or named or "anyone", credentials.session_id, roles)
 
     def _check_key(self, key: str, *, has_role: bool) -> None:
         if not self._key:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dora.agents.front.listening import INHERITED, listening_socket, url_of
-from dora.host.kept import KeptProcess
+from dora.host.supervised import SupervisedProcess
 from dora.system.environment import PAGE_TOKEN, child_environment
 from dora.system.secret_file import read_token
 from dora.tls import Tls
@@ -29,7 +29,7 @@ class FrontProcess:
         self._key_file = key_file
         self._tls = tls
         self._clients = clients
-        self._process: KeptProcess | None = None
+        self._process: SupervisedProcess | None = None
 
     @property
     def url(self) -> str:
@@ -49,14 +49,12 @@ class FrontProcess:
         argv = ["-m", "dora", "front", *words]
         files = {} if self._tls is None else self._tls.environment()
         environment = child_environment((), {"DORA_TOKEN": token, PAGE_TOKEN: page_token, **files})
-        self._process = KeptProcess("the front", argv, environment, (self._listening.fileno(),))
+        self._process = SupervisedProcess("the front", argv, environment, (self._listening.fileno(),))
 
     async def stop(self) -> None:
-        """Ends the process, if it was started."""
         if self._process is not None:
             await self._process.stop()
         self.close()
 
     def close(self) -> None:
-        """Frees the address."""
         self._listening.close()

@@ -7,10 +7,10 @@ from typing import Any, Final
 from aiohttp import web
 
 from dora.agents.chat.tree import BREAKS
-from dora.agents.front.asked import MODEL
-from dora.agents.front.http import DOOR, read_asked
-from dora.agents.front.sessions import AgentSession, Verdict
-from dora.agents.front.source import Opening
+from dora.agents.front.http import GATEWAY, read_request
+from dora.agents.front.request import MODEL
+from dora.agents.front.sessions import AgentSession, SessionReward
+from dora.agents.front.source import SessionOpening
 from dora.data.sampling import checked_overrides
 from dora.data.verdict import ALLOWED_REWARD, is_reward
 from dora.errors import MISSING, InvalidValue
@@ -23,13 +23,13 @@ _FIELDS: Final = ("group", "size", "model", "sampling", "task", "tags", "verifie
 
 async def health(request: web.Request) -> web.Response:
     """Answers 200 while the service does. Raises ServiceUnavailable."""
-    await request.app[DOOR].live()
+    await request.app[GATEWAY].live()
     return web.Response()
 
 
 async def models(request: web.Request) -> web.Response:
     """Lists ``policy``, and each live version by its name."""
-    live = await request.app[DOOR].live()
+    live = await request.app[GATEWAY].live()
     shared = {"object": "model", "created": int(time.time()), "owned_by": "dora", "root": live.model}
     if live.context_tokens:
         shared["max_model_len"] = live.context_tokens
@@ -39,8 +39,8 @@ async def models(request: web.Request) -> web.Response:
 
 async def open_sessions(request: web.Request) -> web.Response:
     """Opens the sessions of one group once the window admits it."""
-    asked = await read_asked(request)
-    body = asked.body
+    received = await read_request(request)
+    body = received.body
     for name in body:
         if name not in _FIELDS:
             raise InvalidValue(name, body[name], f"one of {', '.join(_FIELDS)}", why="is not a field of this route")
@@ -60,8 +60,8 @@ async def open_sessions(request: web.Request) -> web.Response:
     model = body.get("model", MODEL)
     if not isinstance(model, str):
         raise InvalidValue("model", model, "a text")
-    version = await asked.door.version_for(model)
-    sessions = await asked.door.open(Opening(group, size, version, sampling or None, task, tags, verifier))
+    version = await received.gateway.version_for(model)
+    sessions = await received.gateway.open(SessionOpening(group, size, version, sampling or None, task, tags, verifier))
     return web.json_response({"group": group, "sessions": [_shown(request, each) for each in sessions]})
 
 
@@ -74,11 +74,11 @@ async def show_session(request: web.Request) -> web.Response:
 
 async def reward(request: web.Request) -> web.Response:
     """Notes a session's reward, or that of one of its turns. The session goes on."""
-    asked, session = await read_asked(request, is_verdict=True), await _session(request)
-    verdict = _verdict(asked.body, ("reward", "components", "log", "turn"))
+    received, session = await read_request(request, is_verdict=True), await _session(request)
+    verdict = _verdict(received.body, ("reward", "components", "log", "turn"))
     if verdict.value is None:
         raise InvalidValue("reward", MISSING, ALLOWED_REWARD)
-    turn = asked.body.get("turn")
+    turn = received.body.get("turn")
     if turn is None:
         session.verdict = verdict
     else:
@@ -88,29 +88,28 @@ async def reward(request: web.Request) -> web.Response:
 
 async def close(request: web.Request) -> web.Response:
     """Ends a session, with the reward of the body, or else the one that was given before, or the sum of its turns'."""
-    asked, session = await read_asked(request, is_verdict=True), await _session(request)
-    verdict = _verdict(asked.body, ("reward", "components", "log"))
-    await asked.door.close(session, verdict if verdict.value is not None else session.verdict.noted(verdict))
+    received, session = await read_request(request, is_verdict=True), await _session(request)
+    verdict = _verdict(received.body, ("reward", "components", "log"))
+    await received.gateway.close(session, verdict if verdict.value is not None else session.verdict.noted(verdict))
     return web.json_response({"session": session.session_id, "closed": True})
 
 
 async def breaks(request: web.Request) -> web.Response:
     """Counts the histories that were given anew since the front's start, by reason."""
-    counted = request.app[DOOR].prefix_breaks
+    counted = request.app[GATEWAY].prefix_breaks
     found = {reason: {"count": counted[reason], "meaning": meaning} for reason, meaning in BREAKS.items()}
     return web.json_response({"prefix_breaks": counted.total(), "reasons": found})
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """The front's figures, for Prometheus."""
-    return web.Response(body=await request.app[DOOR].page(), headers={"Content-Type": TEXT})
+    return web.Response(body=await request.app[GATEWAY].page(), headers={"Content-Type": TEXT})
 
 
 async def _session(request: web.Request) -> AgentSession:
-    return await request.app[DOOR].session(request.match_info["session"])
+    return await request.app[GATEWAY].session(request.match_info["session"])
 
 
-def _verdict(body: Any, fields: tuple[str, ...]) -> Verdict:
+def _verdict(body: Any, fields: tuple[str, ...]) -> SessionReward:
     for name in body:
         if name not in fields:
             raise InvalidValue(name, body[name], f"one of {', '.join(fields)}", why="is not a field of this route")
@@ -121,7 +120,7 @@ def _verdict(body: Any, fields: tuple[str, ...]) -> Verdict:
         raise InvalidValue("components", components, "an object of numbers")
     if not isinstance(log, str):
         raise InvalidValue("log", log, "a text")
-    return Verdict(None if value is None else float(value), components, log)
+    return SessionReward(None if value is None else float(value), components, log)
 
 
 def _is_number(value: Any) -> bool:

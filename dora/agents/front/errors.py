@@ -54,7 +54,6 @@ def headers_of(error: DoraError) -> Mapping[str, str]:
 
 
 def openai_body(error: DoraError) -> dict[str, Any]:
-    """Returns the body of OpenAI's and vLLM's errors."""
     status, kind = status_of(error)
     field = getattr(error, "field", "") or None
     code = "model_not_found" if field == "model" and status is HTTPStatus.NOT_FOUND else None
@@ -70,12 +69,10 @@ def category_of(error: DoraError) -> str:
 
 
 def tinker_body(error: DoraError) -> dict[str, Any]:
-    """Returns the body of Tinker's errors."""
     return {"error": str(error), "category": category_of(error)}
 
 
 def anthropic_body(error: DoraError) -> dict[str, Any]:
-    """Returns the body of Anthropic's errors."""
     status, kind = status_of(error)
     names = {HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error", HTTPStatus.CONFLICT: "invalid_request_error"}
     return {"type": "error", "error": {"type": names.get(status, kind), "message": str(error)}}

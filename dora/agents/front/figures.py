@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from dora.agents.chat.tree import BREAKS
 from dora.agents.front.errors import CLIENT_LEFT, KINDS
-from dora.metrics.declaration import Declared, families
+from dora.metrics.declaration import DeclaredMetric, families
 from dora.metrics.distribution import LONG_BOUNDS_S, Distribution
 from dora.metrics.text import text_of
 
@@ -42,7 +42,6 @@ class Figures:
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Counts an open stream."""
         self.streams += 1
         try:
             yield
@@ -79,15 +78,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """A front at one moment."""
-
     figures: Figures
     prefix_breaks: Counter[str]
     requests: int
     sessions: int
 
 
-Metric: TypeAlias = Declared[Readings]
+Metric: TypeAlias = DeclaredMetric[Readings]
 
 
 def _labelled(counted: Counter[str]) -> dict[tuple[str, ...], float]:

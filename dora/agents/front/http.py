@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from dora.agents.front.asked import Wanted
 from dora.agents.front.callers import TURNS, Call
-from dora.agents.front.door import Door
 from dora.agents.front.errors import TooLarge, headers_of, openai_body, status_of
+from dora.agents.front.gateway import Gateway
 from dora.agents.front.replays import Kept, Named, Shared
+from dora.agents.front.request import TurnRequest
 from dora.agents.front.site import check_host, check_site
 from dora.agents.front.turns import Chunk, RunningTurn
 from dora.data.strict_json import read_json
@@ -24,7 +24,7 @@ from dora.rpc.bearer import READS, bearer_of, check_bearer
 
 log = logging.getLogger("dora.front")
 
-DOOR: Final = web.AppKey("door", Door)
+GATEWAY: Final = web.AppKey("door", Gateway)
 CALL: Final = web.RequestKey("call", Call)  # who makes a request
 VERSION_HEADER: Final = "X-Policy-Version"
 TINKER: Final = "/api/v1/"  # in the path of each of Tinker's routes
@@ -37,55 +37,60 @@ ErrorBody = Callable[[DoraError], dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Asked:
+class ReceivedRequest:
     """A request that has been read. ``kept``: it, for its retries, once its turns are asked."""
 
-    door: Door
+    gateway: Gateway
     call: Call
     body: Mapping[str, Any]
     named: Named
     kept: Kept | None = None
     is_delivered: bool = False
 
-    async def turns(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
+    async def turns(self, requested: Sequence[TurnRequest]) -> list[RunningTurn]:
         """Returns the turns of the request, those of its first call if it is a retry."""
-        replays, now_s = self.door.replays, asyncio.get_running_loop().time()
+        replays, now_s = self.gateway.replays, asyncio.get_running_loop().time()
         self.kept = replays.find(self.named, now_s)
         if self.kept is None:
             said = self.body.get("request_id")
-            begun, request_id = Shared(self.door.spawn(self._begun(wanted))), said if isinstance(said, str) else ""
+            begun, request_id = (
+                Shared(self.gateway.spawn(self._begun(requested))),
+                said if isinstance(said, str) else "",
+            )
             self.kept = Kept(self.named, request_id, now_s, begun)
             replays.keep(self.kept)
         return await self.kept.begun.result()
 
-    async def _begun(self, wanted: Sequence[Wanted]) -> list[RunningTurn]:
-        return [turn for each in wanted for turn in await self.door.turns(self.call, each, self.named.name)]
+    async def _begun(self, requested: Sequence[TurnRequest]) -> list[RunningTurn]:
+        return [turn for each in requested for turn in await self.gateway.turns(self.call, each, self.named.name)]
 
     def ended(self, *, failed: bool) -> None:
         """Notes the end of the reply. One that has failed is not kept for retries."""
         if self.kept is not None:
-            self.door.replays.ended(self.kept, delivered=self.is_delivered)
+            self.gateway.replays.ended(self.kept, delivered=self.is_delivered)
             if failed:
-                self.door.replays.forget(self.kept)
+                self.gateway.replays.forget(self.kept)
 
 
-ASKED: Final = web.RequestKey("asked", Asked)
+ASKED: Final = web.RequestKey("asked", ReceivedRequest)
 
 
-async def read_asked(request: web.Request, *, is_verdict: bool = False) -> Asked:
+async def read_request(request: web.Request, *, is_verdict: bool = False) -> ReceivedRequest:
     """Reads a request's body. ``is_verdict``: what is no Unicode in its texts, which are remarks, is replaced. Raises
     InvalidValue, TooLarge.
     """
-    door, call = request.app[DOOR], request[CALL]
+    gateway, call = request.app[GATEWAY], request[CALL]
     body = await read_body(request)
     key, retries = request.headers.get("Idempotency-Key", ""), request.headers.get("x-stainless-retry-count", "0")
-    value = {} if not body else read_json(_mended(body) if is_verdict else _text(body), "body", door.limits.body_bytes)
+    value = (
+        {} if not body else read_json(_mended(body) if is_verdict else _text(body), "body", gateway.limits.body_bytes)
+    )
     if not isinstance(value, dict):
         raise InvalidValue("body", body[:80], "a JSON object")
-    asked = request[ASKED] = Asked(
-        door, call, value, Named(call, request.path, sha256(body).hexdigest(), key, retries not in ("", "0"))
+    received = request[ASKED] = ReceivedRequest(
+        gateway, call, value, Named(call, request.path, sha256(body).hexdigest(), key, retries not in ("", "0"))
     )
-    return asked
+    return received
 
 
 async def caller_of(request: web.Request, method: str = TURNS) -> Call:
@@ -94,18 +99,18 @@ async def caller_of(request: web.Request, method: str = TURNS) -> Call:
 
     Raises Unauthenticated, PermissionDenied, InvalidValue.
     """
-    door = request.app[DOOR]
+    gateway = request.app[GATEWAY]
     key = bearer_of(request.headers.get("Authorization", "")) or request.headers.get("X-API-Key", "")
     header, path = request.headers.get("X-Session-ID", ""), request.match_info.get("session", "")
     if TINKER in request.path:
         key = key.removeprefix(TINKER_KEY)
-    holder = None if door.tls is None else door.tls.holder(request.transport)
-    return await door.caller(key, path or header, holder, method)
+    holder = None if gateway.tls is None else gateway.tls.holder(request.transport)
+    return await gateway.caller(key, path or header, holder, method)
 
 
 async def read_body(request: web.Request) -> bytes:
     """Returns the body. Raises TooLarge, InvalidValue for one that does not arrive in time."""
-    limits, encoding = request.app[DOOR].limits, request.headers.get("Content-Encoding", "identity")
+    limits, encoding = request.app[GATEWAY].limits, request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         raise InvalidValue("Content-Encoding", encoding, "left out, or identity")
     if (request.content_length or 0) > limits.body_bytes:
@@ -113,7 +118,7 @@ async def read_body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(limits.body_s):
             body = await request.read()
-        request.app[DOOR].figures.received_bytes += len(body)
+        request.app[GATEWAY].figures.received_bytes += len(body)
         return body
     except web.HTTPRequestEntityTooLarge as error:
         raise TooLarge("body", "(more)", f"at most {limits.body_bytes} bytes") from error
@@ -147,20 +152,20 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
-            if request.app[DOOR].takes_any_key:
+            if request.app[GATEWAY].takes_any_key:
                 check_host(request)
             check_site(request)
             if method == READS:
                 await check_reader(request)
-                request.app[DOOR].crowd.prove(request.transport)
+                request.app[GATEWAY].crowd.prove(request.transport)
                 return await handler(request)
             call = request[CALL] = await caller_of(request, method)
-            request.app[DOOR].crowd.prove(request.transport)
-            with request.app[DOOR].in_flight(call), _kept(request):
+            request.app[GATEWAY].crowd.prove(request.transport)
+            with request.app[GATEWAY].in_flight(call), _kept(request):
                 return await handler(request)
         except DoraError as error:
             status, kind = status_of(error)
-            request.app[DOOR].figures.refused[kind] += 1
+            request.app[GATEWAY].figures.refused[kind] += 1
             if status >= 500:
                 log.warning("%s %s: %s", request.method, request.path, described(error))
             return web.json_response(body_of(error), status=status, headers=headers_of(error))
@@ -179,20 +184,20 @@ def _kept(request: web.Request) -> Iterator[None]:
         failed = False
         raise
     finally:
-        if (asked := request.get(ASKED)) is not None:
-            asked.ended(failed=failed)
+        if (received := request.get(ASKED)) is not None:
+            received.ended(failed=failed)
 
 
 async def check_reader(request: web.Request) -> None:
     """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
     certificate or token, otherwise the key of agents.
     """
-    door = request.app[DOOR]
+    gateway = request.app[GATEWAY]
     key = bearer_of(request.headers.get("Authorization", ""))
-    if door.tls is None:
-        await door.caller(key, "")
+    if gateway.tls is None:
+        await gateway.caller(key, "")
     else:
-        check_bearer(READS, door.tls.holder(request.transport), key, door.tokens)
+        check_bearer(READS, gateway.tls.holder(request.transport), key, gateway.tokens)
 
 
 def encoded(value: Any) -> bytes:
@@ -202,24 +207,28 @@ def encoded(value: Any) -> bytes:
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """Returns one server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + encoded(value) + b"\n\n"
 
 
-async def whole(request: web.Request, asked: Asked, version: int, body: Mapping[str, Any]) -> web.StreamResponse:
-    """Sends a whole reply."""
+async def whole(
+    request: web.Request, received: ReceivedRequest, version: int, body: Mapping[str, Any]
+) -> web.StreamResponse:
     headers = {VERSION_HEADER: str(version)}
     response = web.Response(body=encoded(body), content_type="application/json", headers=headers)
     await response.prepare(request)
     await response.write_eof()
     if request.transport is not None and not request.transport.is_closing():
-        asked.is_delivered = True
+        received.is_delivered = True
     return response
 
 
 async def streamed(
-    request: web.Request, asked: Asked, version: int, events: AsyncIterator[bytes], body_of: ErrorBody = openai_body
+    request: web.Request,
+    received: ReceivedRequest,
+    version: int,
+    events: AsyncIterator[bytes],
+    body_of: ErrorBody = openai_body,
 ) -> web.StreamResponse:
     """Sends events as they come. A refusal before the first one is an HTTP status, a later one is the last event."""
     async with aclosing(events):  # type: ignore[type-var]
@@ -227,12 +236,12 @@ async def streamed(
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", VERSION_HEADER: str(version)}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        with asked.door.figures.stream():
+        with received.gateway.figures.stream():
             try:
                 await response.write(first)
                 async for each in events:
                     await response.write(each)
-                asked.is_delivered = True
+                received.is_delivered = True
             except DoraError as error:
                 await response.write(event(body_of(error)))
             await response.write_eof()

@@ -10,8 +10,8 @@ from dora.agents.front.callers import Call
 from dora.agents.front.turns import RunningTurn
 from dora.errors import Conflict
 
-KEPT_S: Final = 600.0
-KEPT_MAX: Final = 4096  # requests; the oldest is forgotten first
+REPLAYS_S: Final = 600.0
+REPLAYS_MAX: Final = 4096  # requests; the oldest is forgotten first
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Named:
 class Kept:
     """A request and its turns. ``readers``: of its reply. ``is_left``: its client has gone without a whole reply."""
 
-    asked: Named
+    received: Named
     request_id: str  # its client's name for it
     at_s: float
     begun: Shared[list[RunningTurn]]
@@ -87,50 +87,52 @@ class Replays:
     """The latest requests, by who asked and what."""
 
     def __init__(self) -> None:
-        self._kept: dict[Kept, None] = {}  # the oldest first
+        self._replays: dict[Kept, None] = {}  # the oldest first
         self._named: dict[str, list[Kept]] = {}
 
-    def find(self, asked: Named, now_s: float) -> Kept | None:
+    def find(self, received: Named, now_s: float) -> Kept | None:
         """Returns the first call of a request, and notes another reader of it; None: there was none.
 
         A request with a key is the one with that key. Without one, equal requests may be of several agents, so a
         repetition gets the turns of a call whose client has gone, and no other does. Within a session it may also say
         that it is a retry. Raises Conflict for a key that another request has.
         """
-        while self._kept and (len(self._kept) > KEPT_MAX or next(iter(self._kept)).at_s < now_s - KEPT_S):
-            self.forget(next(iter(self._kept)))
-        known = [kept for kept in self._named.get(asked.name, ()) if kept.is_of_use]
-        left = [kept for kept in known if kept.is_left]
-        found = (left or known if asked.key or (asked.is_retry and asked.call.session_id) else left)[:1]
-        for kept in found:
-            if kept.asked.digest != asked.digest:
+        while self._replays and (
+            len(self._replays) > REPLAYS_MAX or next(iter(self._replays)).at_s < now_s - REPLAYS_S
+        ):
+            self.forget(next(iter(self._replays)))
+        known = [replay for replay in self._named.get(received.name, ()) if replay.is_of_use]
+        left = [replay for replay in known if replay.is_left]
+        found = (left or known if received.key or (received.is_retry and received.call.session_id) else left)[:1]
+        for replay in found:
+            if replay.received.digest != received.digest:
                 why = "has been used for another request"
-                raise Conflict("Idempotency-Key", asked.key, "another key for each request", why)
-            kept.is_left, kept.readers = False, kept.readers + 1
-            return kept
+                raise Conflict("Idempotency-Key", received.key, "another key for each request", why)
+            replay.is_left, replay.readers = False, replay.readers + 1
+            return replay
         return None
 
-    def keep(self, kept: Kept) -> None:
-        self._kept[kept] = None
-        self._named.setdefault(kept.asked.name, []).append(kept)
+    def keep(self, replay: Kept) -> None:
+        self._replays[replay] = None
+        self._named.setdefault(replay.received.name, []).append(replay)
 
-    def ended(self, kept: Kept, *, delivered: bool) -> None:
+    def ended(self, replay: Kept, *, delivered: bool) -> None:
         """Notes the end of one reading of a reply, and whether its client has got it whole."""
-        kept.readers -= 1
-        kept.is_left = not (delivered or kept.readers)
+        replay.readers -= 1
+        replay.is_left = not (delivered or replay.readers)
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, replay: Kept) -> None:
         """Forgets a request. Its retries are requests of their own."""
-        if self._kept.pop(kept, self) is None:
-            self._named[kept.asked.name].remove(kept)
-            if not self._named[kept.asked.name]:
-                del self._named[kept.asked.name]
+        if self._replays.pop(replay, self) is None:
+            self._named[replay.received.name].remove(replay)
+            if not self._named[replay.received.name]:
+                del self._named[replay.received.name]
 
     def called(self, call: Call, request_id: str) -> Sequence[RunningTurn]:
         """Returns the turns of a caller's requests that its client has named so: of its session, if it has one."""
         own = [
-            kept
-            for kept in self._kept
-            if (kept.asked.call.session_id, kept.request_id) == (call.session_id, request_id)
+            replay
+            for replay in self._replays
+            if (replay.received.call.session_id, replay.request_id) == (call.session_id, request_id)
         ]
-        return [turn for kept in own if kept.asked.call.holder == call.holder for turn in kept.turns]
+        return [turn for replay in own if replay.received.call.holder == call.holder for turn in replay.turns]

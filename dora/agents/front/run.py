@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dora.agents.chat.tool_calls import FORMATS
 from dora.agents.front.app import Mount, serving
-from dora.agents.front.door import Door, Limits
+from dora.agents.front.gateway import FrontLimits, Gateway
 from dora.agents.front.listening import listening_socket
 from dora.agents.front.model import served_model
 from dora.agents.front.service import RECONNECT_S, Service
@@ -18,7 +18,7 @@ from dora.client.connection import Patience
 from dora.errors import InvalidValue, one_of
 from dora.rpc.channel import is_wildcard
 from dora.rpc.errors import ServiceUnavailable
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.tls import Tls
 from dora.tls.files import LOOPBACK, check_names
 from dora.tls.http import HttpTls
@@ -39,7 +39,7 @@ class FrontOptions:
     model: Path | None = None
     key: str = field(default="", repr=False)
     tool_format: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: FrontLimits = field(default_factory=FrontLimits)
     tls: Tls | None = None
     mutual: bool = True
     service_wait_s: float = RECONNECT_S  # how long a front without ``model`` waits for the service at its start
@@ -72,9 +72,9 @@ async def _served(
         if not folder.is_dir():
             raise InvalidValue("--model", str(folder), "the model's folder on this host, for its tokenizer")
         model = await asyncio.to_thread(served_model, folder, None, FORMATS.get(options.tool_format))
-        tokens = await asyncio.to_thread(Tokens, options.token) if options.token and tls is not None else None
-        door = Door(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
-        async with serving(door, listening, mount) as url, service.told_of(url):
+        tokens = await asyncio.to_thread(ServiceTokens, options.token) if options.token and tls is not None else None
+        gateway = Gateway(service, model, key=options.key, limits=options.limits, tls=tls, tokens=tokens)
+        async with serving(gateway, listening, mount) as url, service.told_of(url):
             yield url
 
 

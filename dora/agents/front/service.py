@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
-from dora.agents.front.source import Live, Opening, Sampled
+from dora.agents.front.source import LiveVersions, Sampled, SessionOpening
 from dora.client.connection import Patience
 from dora.client.sessions import Session, Sessions, Turn
 from dora.data.sampling import PARAMETERS
@@ -34,8 +34,6 @@ VERSION_S: Final = 0.5  # between two openings of a version for which the window
 
 @dataclass(eq=False)
 class ServiceSession:
-    """A session of the service."""
-
     session: Session
     take_back: Callable[[str, str], Awaitable[None]]
 
@@ -156,22 +154,19 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 
 
 class Service:
-    """Its client."""
-
     def __init__(self, address: str, token: str, *, tls: Tls | None = None) -> None:
         """``token``: of the role environment, or one that may do more. Raises InvalidValue for files of TLS that a
         client cannot use.
         """
         self._sessions = Sessions(address, token, tls=tls)
 
-    async def live(self) -> Live:
+    async def live(self) -> LiveVersions:
         served = await _repeated(self._sessions.describe)
         sampling = {name: getattr(served.sampling, name) for name in PARAMETERS if name not in ("seed", "max_tokens")}
         context_tokens = served.max_model_len_tokens
-        return Live(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
+        return LiveVersions(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
 
     async def model(self) -> Path:
-        """Returns the model's folder on the service's host."""
         return Path((await self._sessions.describe()).model)
 
     async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
@@ -214,7 +209,7 @@ class Service:
                 return
             await patience.wait(error)
 
-    async def open(self, opening: Opening) -> Sequence[ServiceSession]:
+    async def open(self, opening: SessionOpening) -> Sequence[ServiceSession]:
         """Opens a group, and waits for the window. A group that it does not admit in time is taken back."""
         try:
             async with asyncio.timeout(ADMIT_S):
@@ -228,10 +223,10 @@ class Service:
             raise
         return [ServiceSession(session, self._take_back) for session in sessions]
 
-    async def _opened(self, opening: Opening) -> list[Session]:
+    async def _opened(self, opening: SessionOpening) -> list[Session]:
         about = json.dumps({**(opening.verifier or {}), "group": opening.group, "tags": dict(opening.tags or {})})
-        given: dict[str, Any] = {"sampling": opening.sampling or {}, "verifier_json": about, "priority": PRIORITY}
-        prompt = Prompt(opening.group, opening.task, (), **given)
+        fields: dict[str, Any] = {"sampling": opening.sampling or {}, "verifier_json": about, "priority": PRIORITY}
+        prompt = Prompt(opening.group, opening.task, (), **fields)
         while True:
             try:
                 return await _repeated(lambda: self._sessions.open(prompt, opening.size, version=opening.version))

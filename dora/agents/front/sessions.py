@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from dora.agents.chat.reply import ReplyParser
 from dora.agents.chat.text import TextStream
-from dora.agents.chat.tree import BREAKS, Ask, Place, SessionTree
-from dora.agents.front.asked import Wanted, version_of
+from dora.agents.chat.tree import BREAKS, Ask, BranchPlace, SessionTree
 from dora.agents.front.errors import SessionClosed
 from dora.agents.front.keys import key_of
 from dora.agents.front.model import ServedModel
+from dora.agents.front.request import TurnRequest, version_of
 from dora.agents.front.source import Sampled, SessionHandle
 from dora.agents.front.turns import RunningTurn, Texts
 from dora.data.verdict import check_reward
@@ -36,20 +36,19 @@ def new_call_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SessionReward:
     """The reward of a session. ``value`` None: the service's reward function scores it."""
 
     value: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
     log: str = ""
 
-    def noted(self, later: "Verdict") -> "Verdict":
+    def noted(self, later: "SessionReward") -> "SessionReward":
         """Returns this verdict with the components and log of a later one, as far as that has any."""
         return replace(self, components=later.components or self.components, log=later.log or self.log)
 
 
 def ended_turn(handle: SessionHandle) -> RunningTurn:
-    """Returns the last turn of a session as one that has been read."""
     last = handle.last
     turn = RunningTurn(handle.version, tuple(handle.token_ids[: len(handle.token_ids) - len(last.token_ids)]), None)
     turn.add(last)
@@ -59,7 +58,7 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 class AgentSession:
     """One session of an agent. Each of its branches is a trajectory.
 
-    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was asked.
+    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was requested.
     ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session gives its sampling, and no
     request does.
     """
@@ -80,7 +79,7 @@ class AgentSession:
         self.version = handle.version
         self.tree = SessionTree(model.renderer)
         self.used_s = now_s
-        self.verdict = Verdict()
+        self.verdict = SessionReward()
         self._turn_rewards: dict[int, float] = {}
         self.is_closed = handle.is_over
         self.turns = 0  # under way
@@ -104,109 +103,105 @@ class AgentSession:
     def key(self) -> str:
         return key_of(self.session_id, self._handle.capability)
 
-    async def begin(self, wanted: Wanted, name: str = "") -> list[RunningTurn]:
+    async def begin(self, requested: TurnRequest, name: str = "") -> list[RunningTurn]:
         """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
 
         If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
         LimitExceeded.
         """
-        self._check(wanted)
+        self._check(requested)
         restored, self._restored = self._restored, ""
-        if restored and restored == giver_of(name) and wanted.choices == 1 and self._handle.last.token_ids:
-            return [await self._replayed(wanted, self._handle.last)]
-        if wanted.token_ids:
-            asks = [self.tree.ask_tokens(wanted.token_ids) for _ in range(wanted.choices)]
+        if restored and restored == giver_of(name) and requested.choices == 1 and self._handle.last.token_ids:
+            return [await self._replayed(requested, self._handle.last)]
+        if requested.token_ids:
+            asks = [self.tree.ask_tokens(requested.token_ids) for _ in range(requested.choices)]
         else:
-            plan = self.tree.plan(wanted.messages, wanted.tools, wanted.options, wanted.prompt)
+            plan = self.tree.plan(requested.messages, requested.tools, requested.options, requested.prompt)
             if not plan.is_rendered:  # a session that was just opened begins at once, whoever leaves
                 await self._model.beside(plan.rendered)
-                self._check(wanted)  # the session may have ended meanwhile
-            asks = [self.tree.begin(plan) for _ in range(wanted.choices)]
-        return [self._begin(wanted, ask, number, name) for number, ask in enumerate(asks)]
+                self._check(requested)  # the session may have ended meanwhile
+            asks = [self.tree.begin(plan) for _ in range(requested.choices)]
+        return [self._begin(requested, ask, number, name) for number, ask in enumerate(asks)]
 
-    async def _replayed(self, wanted: Wanted, last: Sampled) -> RunningTurn:
+    async def _replayed(self, requested: TurnRequest, last: Sampled) -> RunningTurn:
         """Returns a turn that another front began, and notes in the tree what its client is told."""
-        work = partial(self._model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
-        prompt = wanted.prompt or (await self._model.beside(work) if wanted.messages else None)
-        about = (wanted.messages, wanted.tools, wanted.options)
+        work = partial(self._model.renderer.prompt, requested.messages, requested.tools, requested.options)
+        prompt = requested.prompt or (await self._model.beside(work) if requested.messages else None)
+        about = (requested.messages, requested.tools, requested.options)
         ask = self.tree.ask_restored(*about, is_thinking=prompt is not None and prompt.is_thinking)
-        turn = self._running(wanted, ask, self._sampling_of(wanted, 0))
+        turn = self._running(requested, ask, self._sampling_of(requested, 0))
         turn.add(last)
-        self._answered(wanted, ask, turn)
+        self._answered(requested, ask, turn)
         return turn
 
-    def _check(self, wanted: Wanted) -> None:
+    def _check(self, requested: TurnRequest) -> None:
         if self.is_closed:
             raise SessionClosed("session", self.session_id, "an open session: open another one")
-        version = version_of(wanted.model)
+        version = version_of(requested.model)
         if version is not None and version != self.version:
             why = "is another version than the session's"
             raise Conflict(
-                "model", wanted.model, f"policy-v{self.version}: all turns of a session have one version", why
+                "model", requested.model, f"policy-v{self.version}: all turns of a session have one version", why
             )
-        for name, value in wanted.sampling.items() if self._is_driven else ():
+        for name, value in requested.sampling.items() if self._is_driven else ():
             if name != "stop_token_ids" or not self._model.ends.issuperset(value):
                 raise InvalidValue(
                     name, value, "left out", why="is the prompt's: rollout and a prompt's sampling give it"
                 )
-        if len(self.tree.branches) + wanted.choices > BRANCHES_MAX:
+        if len(self.tree.branches) + requested.choices > BRANCHES_MAX:
             raise LimitExceeded("branches", len(self.tree.branches), f"at most {BRANCHES_MAX} in one session")
 
-    def _begin(self, wanted: Wanted, ask: Ask, number: int, name: str) -> RunningTurn:
-        """``number``: of the choice."""
+    def _begin(self, requested: TurnRequest, ask: Ask, number: int, name: str) -> RunningTurn:
         if ask.origin is not None:
             self._origins[ask.branch] = ask.origin.branch
-        sampling = self._sampling_of(wanted, number)
-        turn = self._running(wanted, ask, sampling)
+        sampling = self._sampling_of(requested, number)
+        turn = self._running(requested, ask, sampling)
         turn.prefix_break = ask.reason if ask.begins and ask.reason in BREAKS else ""
         self.turns += 1
         self.begun.set()
         self.idle.clear()
-        wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
-        self._spawn(self._run(turn, ask, wanted, sampling, giver_of(name), wants_prompt=wants_prompt))
+        wants_prompt = requested.prompt_logprobs and not number  # those of other choices would be the same
+        self._spawn(self._run(turn, ask, requested, sampling, giver_of(name), wants_prompt=wants_prompt))
         return turn
 
-    def _sampling_of(self, wanted: Wanted, number: int) -> dict[str, Any]:
-        """Returns the sampling parameters of a choice; none: the session's."""
+    def _sampling_of(self, requested: TurnRequest, number: int) -> dict[str, Any]:
         if self._is_driven:
             return {}
-        return {**self._defaults, **wanted.sampling_of(number)}
+        return {**self._defaults, **requested.sampling_of(number)}
 
-    def _running(self, wanted: Wanted, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
-        """Returns the turn of an ask, without tokens yet."""
+    def _running(self, requested: TurnRequest, ask: Ask, sampling: Mapping[str, Any]) -> RunningTurn:
         model = self._model
         texts = None
-        if not wanted.token_ids or wanted.is_text:
+        if not requested.token_ids or requested.is_text:
             parser = ReplyParser(
-                model.tools if wanted.calls else None,
-                wanted.tools,
+                model.tools if requested.calls else None,
+                requested.tools,
                 is_thinking=ask.is_thinking,
                 new_id=new_call_id,
-                is_plain=bool(wanted.token_ids),
+                is_plain=bool(requested.token_ids),
             )
-            stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and wanted.calls)
+            stream = TextStream(model.tokenizer, special_tokens=model.shows_special_tokens and requested.calls)
             texts = Texts(stream, parser, model.ends, tuple(sampling.get("stop", ())))
         branch = self.tree.branches[ask.branch]
-        return RunningTurn(self.version, (*branch.token_ids, *ask.given), texts)
+        return RunningTurn(self.version, (*branch.token_ids, *ask.inputs), texts)
 
     async def _run(
         self,
         turn: RunningTurn,
         ask: Ask,
-        wanted: Wanted,
+        requested: TurnRequest,
         sampling: Mapping[str, Any],
         giver: str,
         *,
         wants_prompt: bool,
     ) -> None:
-        """Samples a turn to its end, and notes it in the tree."""
         try:
             async with self._asking:
                 after = self._after(ask)
                 pieces = self._handle.stream(
-                    ask.given,
+                    ask.inputs,
                     after_turn=after,
-                    max_tokens=wanted.max_tokens,
+                    max_tokens=requested.max_tokens,
                     name=giver,
                     sampling=sampling,
                     prompt_logprobs=wants_prompt,
@@ -219,19 +214,19 @@ class AgentSession:
             if not self.turns:
                 self.idle.set()
             if turn.finish_reason in (None, "abort"):
-                self.tree.dropped(ask, was_asked=not isinstance(turn.error, InvalidValue))
+                self.tree.dropped(ask, is_known=not isinstance(turn.error, InvalidValue))
             else:
-                self._answered(wanted, ask, turn)
+                self._answered(requested, ask, turn)
 
-    def _answered(self, wanted: Wanted, ask: Ask, turn: RunningTurn) -> None:
-        message = None if turn.reply is None or wanted.token_ids else turn.reply.message()
+    def _answered(self, requested: TurnRequest, ask: Ask, turn: RunningTurn) -> None:
+        message = None if turn.reply is None or requested.token_ids else turn.reply.message()
         self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
         """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
         place = ask.origin
         if not ask.begins:
-            place = Place(ask.branch, len(self.tree.branches[ask.branch].token_ids))
+            place = BranchPlace(ask.branch, len(self.tree.branches[ask.branch].token_ids))
         if place is None or not place.tokens:
             return None
         branch = place.branch
@@ -248,18 +243,18 @@ class AgentSession:
         check_reward("reward: the sum of the turns", sum(rewards.values()))
         self._turn_rewards = rewards
 
-    async def close(self, verdict: Verdict | None = None) -> None:
+    async def close(self, verdict: SessionReward | None = None) -> None:
         """Ends the session, all its branches with one reward. Raises Conflict if it has sampled nothing yet, or a turn
         is under way; then it stays open.
         """
         if self.turns:
             raise Conflict("session", self.session_id, "closed after its turns", why="has a turn under way")
-        given = self.verdict if verdict is None else verdict
+        reward = self.verdict if verdict is None else verdict
         ends = [end for _, end in self.tree.branches[0].turns] if self._turn_rewards else []
         rewards = {self._numbers[0, ends[turn]]: reward for turn, reward in self._turn_rewards.items()}
         was_closed, self.is_closed = self.is_closed, True  # no turn begins meanwhile
         try:
-            await self._handle.end(given.value, components=given.components, turn_rewards=rewards, log=given.log)
+            await self._handle.end(reward.value, components=reward.components, turn_rewards=rewards, log=reward.log)
         except DoraError:
             self.is_closed = was_closed
             raise

@@ -8,7 +8,7 @@ from dora.data.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveVersions:
     """The served model and versions.
 
     ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter.
@@ -35,7 +35,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class SessionOpening:
     """Sessions to open: ``size`` of one group. ``version`` None: the newest that the window allows."""
 
     group: str
@@ -115,15 +115,11 @@ class SessionHandle(Protocol):
         turn_rewards: Mapping[int, float] | None = None,
         log: str = "",
     ) -> None: ...
-    async def give_up(self, reason: str) -> None:
-        """Cancels the session's group."""
-        ...
+    async def give_up(self, reason: str) -> None: ...
 
 
 class SessionSource(Protocol):
-    """A service."""
-
-    async def live(self) -> Live:
+    async def live(self) -> LiveVersions:
         """Raises ServiceUnavailable."""
         ...
 
@@ -139,7 +135,7 @@ class SessionSource(Protocol):
         """Returns a session of a group that any front has opened, at the end of its turn. Raises as ``find``."""
         ...
 
-    async def open(self, opening: Opening) -> Sequence[SessionHandle]:
+    async def open(self, opening: SessionOpening) -> Sequence[SessionHandle]:
         """Returns once the window has admitted the sessions. Raises LimitExceeded if it is full for long, Conflict for
         a version that admits no new group, ServiceUnavailable.
         """

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from dora.agents.chat.reply import Piece, Reply, ReplyParser
+from dora.agents.chat.reply import ChatReply, Piece, ReplyParser
 from dora.agents.chat.text import TextStream
 from dora.agents.front.source import Sampled
 from dora.data.stops import first_stop
@@ -38,7 +38,7 @@ class Texts:
         self._held = max(map(len, stops), default=1) - 1  # characters that may be the beginning of a stop string
         self._text = ""  # decoded, and held back
 
-    def push(self, sampled: Sampled) -> tuple[Piece, Reply | None]:
+    def push(self, sampled: Sampled) -> tuple[Piece, ChatReply | None]:
         """Returns new text, and at the end the whole reply."""
         token_ids = sampled.token_ids
         is_last = sampled.finish_reason is not None
@@ -74,7 +74,7 @@ class RunningTurn:
     finish_reason: FinishReason | Literal["abort"] | None = None
     stop: str = ""
     prompt_logprobs: Sequence[float] = ()  # of the prompt's tokens but the first, if they were asked for
-    reply: Reply | None = None
+    reply: ChatReply | None = None
     error: DoraError | None = None
     prefix_break: str = ""  # why its history was given anew: a key of BREAKS
     came: Callable[[], None] | None = None  # is called with the first token
@@ -132,7 +132,6 @@ class RunningTurn:
             raise self.error
 
     def add(self, sampled: Sampled) -> None:
-        """Notes more tokens for its readers."""
         piece, reply = (Piece(), None) if self.texts is None else self.texts.push(sampled)
         is_last = sampled.finish_reason is not None
         if self.came is not None and sampled.token_ids and not self.token_ids:

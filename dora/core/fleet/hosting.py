@@ -48,7 +48,6 @@ class Hosting:
         self._moved[index] = worker
 
     def workers_of(self, version: int) -> Sequence[Worker]:
-        """Workers that take requests of this version, by index."""
         self._refresh()
         return self._hosts.get(version, ())
 
@@ -63,12 +62,10 @@ class Hosting:
         return self._leaving.keys()
 
     def targeting(self, version: int) -> Set[int]:
-        """Indexes of the workers that are to host this version."""
         self._refresh()
         return self._targeting.get(version, NOBODY)
 
     def loading(self, version: int) -> Set[int]:
-        """Indexes of the workers that are loading this version."""
         self._refresh()
         return self._loading.get(version, NOBODY)
 
@@ -131,7 +128,6 @@ class Hosting:
 
 
 def hosting_row(worker: Worker | None) -> tuple[int, ...]:
-    """The worker's row of the ``HOSTING_COLUMNS``."""
     if worker is None:
         return NO_WORKER
     return (

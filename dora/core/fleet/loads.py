@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dora.core.fleet.worker import Worker
 from dora.core.table import Column, IndexedColumns
 
-HELD = ("held", "kv_claimed", "kv_used", "kv_expected", "waiting")  # columns
-NOTHING_HELD = (0, 0, 0, 0, 0)
+COLUMNS = ("assigned", "kv_claimed", "kv_used", "kv_expected", "waiting")  # columns
+NO_LOAD = (0, 0, 0, 0, 0)
 
 
 class Loads:
@@ -14,29 +14,27 @@ class Loads:
 
     def __init__(self) -> None:
         self._changed: set[int] = set()  # indexes with outdated rows
-        self._held = IndexedColumns(HELD, NOTHING_HELD)
+        self._loads = IndexedColumns(COLUMNS, NO_LOAD)
 
     def changed(self, index: int) -> None:
-        """Marks the worker's row as outdated."""
         self._changed.add(index)
 
     def columns(self, indexes: Sequence[Worker | None]) -> dict[str, Column]:
-        """Copies of the ``HELD`` columns (int64); 0 for an index without worker."""
+        """Copies of the ``COLUMNS`` columns (int64); 0 for an index without worker."""
         for index in self._changed:
-            self._held[index] = held_row(indexes[index])
+            self._loads[index] = load_row(indexes[index])
         self._changed.clear()
-        return self._held.copies(len(indexes))
+        return self._loads.copies(len(indexes))
 
     def outdated(self, indexes: Sequence[Worker | None]) -> list[int]:
         """Indexes whose row differs from their worker without a mark. Must be empty."""
-        rows = zip(self._held.rows(len(indexes)), indexes, strict=True)
+        rows = zip(self._loads.rows(len(indexes)), indexes, strict=True)
         return [
-            index for index, (row, worker) in enumerate(rows) if index not in self._changed and row != held_row(worker)
+            index for index, (row, worker) in enumerate(rows) if index not in self._changed and row != load_row(worker)
         ]
 
 
-def held_row(worker: Worker | None) -> tuple[int, ...]:
-    """The worker's row of the ``HELD`` columns."""
+def load_row(worker: Worker | None) -> tuple[int, ...]:
     if worker is None:
-        return NOTHING_HELD
-    return worker.held, worker.kv_claimed, worker.kv_used, worker.kv_expected, worker.waiting
+        return NO_LOAD
+    return worker.assigned, worker.kv_claimed, worker.kv_used, worker.kv_expected, worker.waiting

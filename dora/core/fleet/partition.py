@@ -46,42 +46,40 @@ def keeping_full(
     kept = {version: min(present.get(version, 0), ceil(full.get(version, 0.0))) for version in versions}
     counts = dict.fromkeys(versions, 0)
     left = sum(shares.values())
-    for wanted in (least, kept, shares):
+    for goal in (least, kept, shares):
         for version in versions:
-            more = min(left, max(0, wanted.get(version, 0) - counts[version]))
+            more = min(left, max(0, goal.get(version, 0) - counts[version]))
             counts[version] += more
             left -= more
     counts[newest] = left
     return {version: count for version, count in counts.items() if count}
 
 
-def settled(counts: Mapping[int, int], work: Mapping[int, float], wanted: Mapping[int, int], hysteresis: float) -> bool:
+def settled(counts: Mapping[int, int], work: Mapping[int, float], goal: Mapping[int, int], hysteresis: float) -> bool:
     """Whether the present ``counts`` are close enough to the proportional share to be kept.
 
     They are not if a version that should have a worker has none (or the reverse), or if some version's count differs
     from its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.
     """
     total, groups = sum(work.values()), sum(counts.values())
-    if counts == wanted:
+    if counts == goal:
         return True
-    for version in {*counts, *wanted}:
+    for version in {*counts, *goal}:
         have, share = counts.get(version, 0), work.get(version, 0.0) / total * groups if total else 0.0
-        if (have == 0) != (wanted.get(version, 0) == 0) or abs(have - share) > 0.5 + hysteresis:
+        if (have == 0) != (goal.get(version, 0) == 0) or abs(have - share) > 0.5 + hysteresis:
             return False
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One worker as input of the assignment."""
-
+class WorkerCandidate:
     worker: int
     loaded: int  # the version in its memory; -1: none
     target: int  # the version it is to host; -1: none
     kv_tokens: int  # live KV that would have to move if it changed version
 
 
-def assign(candidates: Sequence[Candidate], counts: Mapping[int, int]) -> dict[int, int]:
+def assign(candidates: Sequence[WorkerCandidate], counts: Mapping[int, int]) -> dict[int, int]:
     """Assigns versions to workers so that the least KV moves. Returns worker -> version.
 
     A worker keeps its version if possible. Workers that have theirs in memory keep it first, the fullest first, so the

@@ -23,7 +23,6 @@ class Pool:
 
     @property
     def worker_id(self) -> str:
-        """The id in commands."""
         return self.pool_id
 
     @property

@@ -33,7 +33,7 @@ class Worker:
     rests_until_s: float = 0.0  # it had no room for a parked request, so no request is placed on it before this time
     rows: set[int] = field(default_factory=set)  # requests that it runs
     kept: set[int] = field(default_factory=set)  # sessions between two turns whose KV it has; they hold no slot
-    asked: dict[int, None] = field(default_factory=dict)  # those of ``kept`` whose next turn waits, in order
+    waiting_turns: dict[int, None] = field(default_factory=dict)  # those of ``kept`` whose next turn waits, in order
     inbound: int = 0  # incoming handoffs
     kv_claimed: int = 0  # prompts and expected lengths of owned and incoming requests
     kv_used: int = 0  # as last reported
@@ -61,13 +61,13 @@ class Worker:
         return self.loaded >= 0 and self.hosts < 0
 
     @property
-    def held(self) -> int:
+    def assigned(self) -> int:
         return len(self.rows) + self.inbound
 
     @property
     def is_empty(self) -> bool:
         """Whether it holds no request and no KV of one."""
-        return not self.held and not self.kept
+        return not self.assigned and not self.kept
 
 
 def one_of_workers(workers: Iterable[str], name: str) -> str:

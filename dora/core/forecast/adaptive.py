@@ -127,7 +127,7 @@ class AdaptiveSize:
             values.clear()
         return self.last
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The state that survives a crash, as plain values."""
         trial = self._trial
         return {
@@ -143,8 +143,8 @@ class AdaptiveSize:
             "last": None if self.last is None else [*astuple(self.last)],
         }
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the state from ``learnt``. The caller restores ``size``. A trial ends if its size before is not
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restores the state from ``snapshot``. The caller restores ``size``. A trial ends if its size before is not
         allowed by this configuration.
         """
         self._steps, self._settles, self._seen = values["counts"]
@@ -179,7 +179,6 @@ class AdaptiveSize:
             self._staleness.append(signals.staleness)
 
     def _decide(self) -> tuple[int, str] | None:
-        """The next size and the reason; None: no change."""
         far = self._too_far()
         if far and self.size > self._config.least:
             self._trial = None
@@ -202,7 +201,6 @@ class AdaptiveSize:
         return self._leave_staleness(pace) or self._try_wider(pace) or self._try_narrower(pace)
 
     def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
-        """Whether the trial has shown that the new size is better; None: unclear so far."""
         wider = trial.before < self.size
         dearer = self._dearer(trial, pace)
         error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
@@ -256,7 +254,6 @@ class AdaptiveSize:
         return self._seen < PATIENCE * self._config.look_steps
 
     def _too_far(self) -> str:
-        """The signal that exceeds its limit; empty: none."""
         config = self._config
         clip, sample = self._clip(), self._sample()
         if clip > config.clip_fraction_max:
@@ -266,7 +263,6 @@ class AdaptiveSize:
         return ""
 
     def _has_room(self) -> bool:
-        """Whether all signals are far enough from their limits."""
         config = self._config
         lost, lost_most = 1.0 - self._sample(), 1.0 - config.effective_sample_min
         return self._clip() <= ROOM * config.clip_fraction_max and lost <= ROOM * lost_most
@@ -285,7 +281,6 @@ class AdaptiveSize:
         return samples_factor(staleness, median(self._movements), self._config.staleness_cost)
 
     def _cost_of_staleness(self) -> str:
-        """A clause for operators; empty: it costs nothing that is known."""
         cost = self._factor() - 1.0
         return f"; staleness costs {cost:.0%} of the samples" if cost >= 0.005 else ""
 

@@ -46,7 +46,6 @@ class CostModel:
 
     @property
     def dense(self) -> bool:
-        """Whether the model has no terms of a mixture of experts."""
         return self.expert_fraction == 1.0 and not self.imbalance
 
     def matmul_s(self, running: int) -> float:

@@ -45,11 +45,10 @@ class Pauses:
         self._all = _Task()
 
     def observe(self, task_id: str, pause_s: float) -> None:
-        """Records the time from the end of a turn until the next was asked."""
+        """Records the time from the end of a turn until the next was requested."""
         self._task(task_id).paused(pause_s)
 
     def ended(self, task_id: str, paused_s: float, tokens: int) -> None:
-        """Records the pauses of a session that has ended, and the tokens of its response."""
         for task in (self._task(task_id), self._all):
             task.ended(paused_s, tokens)
 
@@ -71,11 +70,10 @@ class Pauses:
         task = self._all if task_id is None else self._tasks.get(task_id, self._all)
         return task.paused_s / task.tokens if task.tokens else 0.0
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The state that survives a crash, as plain values."""
         return {"all": astuple(self._all), "tasks": {name: astuple(task) for name, task in self._tasks.items()}}
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the state from ``learnt``."""
+    def restore(self, values: Mapping[str, Any]) -> None:
         self._all = _Task(*values["all"])
         self._tasks = {name: _Task(*task) for name, task in values["tasks"].items()}

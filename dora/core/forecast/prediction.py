@@ -25,7 +25,7 @@ HORIZON = 8192  # responses: the decay of the level; the trend and the variances
 BLOCK = 64  # responses between two fits of the regression
 PROMPTS_MAX = 131_072  # with more, the oldest prompt is removed
 TASKS_MAX = 65_536  # likewise
-LEARNT_TASKS = 1024  # tasks whose statistics survive a crash
+SNAPSHOT_TASKS = 1024  # tasks whose statistics survive a crash
 HISTORY_MAX = 128  # responses of one prompt or task that count: later ones replace earlier ones
 PRIOR_VARIANCE = 0.5  # of the prompt effect and of the noise each, with the weight of PRIOR_COUNT responses
 PRIOR_COUNT = 32.0
@@ -62,11 +62,11 @@ class Predictor(Protocol):
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         """Records a finished response to ``prompt`` with ``tokens`` tokens."""
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The state that survives a crash, as plain values: global and per-task statistics."""
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the state from ``learnt``."""
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restores the state from ``snapshot``."""
 
 
 class Trend(Protocol):
@@ -76,9 +76,9 @@ class Trend(Protocol):
 
     def learn(self, prompt: PromptTraits, relative: float) -> None: ...
 
-    def learnt(self) -> dict[str, Any]: ...
+    def snapshot(self) -> dict[str, Any]: ...
 
-    def learn_again(self, values: Mapping[str, Any]) -> None: ...
+    def restore(self, values: Mapping[str, Any]) -> None: ...
 
 
 class _Means:
@@ -101,11 +101,11 @@ class _Means:
         count = min(count + 1.0, HISTORY_MAX)
         self._values[name] = (count, mean + (value - mean) / count)
 
-    def learnt(self) -> dict[str, tuple[float, float]]:
-        """The means of the latest names, at most ``LEARNT_TASKS``."""
-        return dict(list(self._values.items())[-LEARNT_TASKS:])
+    def snapshot(self) -> dict[str, tuple[float, float]]:
+        """The means of the latest names, at most ``SNAPSHOT_TASKS``."""
+        return dict(list(self._values.items())[-SNAPSHOT_TASKS:])
 
-    def learn_again(self, values: Mapping[str, Sequence[float]]) -> None:
+    def restore(self, values: Mapping[str, Sequence[float]]) -> None:
         self._values = {name: (count, mean) for name, (count, mean) in values.items()}
 
 
@@ -139,11 +139,11 @@ class TaskTrend:
     def learn(self, prompt: PromptTraits, relative: float) -> None:
         self._tasks.add(prompt.task_id, relative)
 
-    def learnt(self) -> dict[str, Any]:
-        return {"tasks": self._tasks.learnt()}
+    def snapshot(self) -> dict[str, Any]:
+        return {"tasks": self._tasks.snapshot()}
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        self._tasks.learn_again(values["tasks"])
+    def restore(self, values: Mapping[str, Any]) -> None:
+        self._tasks.restore(values["tasks"])
 
 
 class RegressionTrend:
@@ -172,19 +172,19 @@ class RegressionTrend:
             self._fit()
         self._tasks.learn(prompt, relative - self._linear(row))
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The state without the responses since the last block."""
         fitted = {"weights": self._weights}
         if self._weights:
             fitted |= {"gram": self._gram.tolist(), "moment": self._moment.tolist()}
-        return fitted | self._tasks.learnt()
+        return fitted | self._tasks.snapshot()
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
+    def restore(self, values: Mapping[str, Any]) -> None:
         if values["weights"]:
             self._start(len(values["weights"]))
             self._weights = tuple(values["weights"])
             self._gram, self._moment = np.array(values["gram"]), np.array(values["moment"])
-        self._tasks.learn_again(values)
+        self._tasks.restore(values)
 
     def _row(self, prompt: PromptTraits) -> tuple[float, ...]:
         row = (1.0, *prompt.features, math.log(max(prompt.prompt_tokens, 1)))
@@ -254,21 +254,21 @@ class MixedModel:
         self._prompts.add(prompt.key, relative)
         self._trend.learn(prompt, relative)
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         means = {name: [each.value, each.count] for name, each in self._forgetting().items()}
-        return {"seen": self.seen, "means": means, "trend": self._trend.learnt()}
+        return {"seen": self.seen, "means": means, "trend": self._trend.snapshot()}
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
+    def restore(self, values: Mapping[str, Any]) -> None:
         self.seen = values["seen"]
         for name, each in self._forgetting().items():
             each.value, each.count = values["means"][name]
-        self._trend.learn_again(values["trend"])
+        self._trend.restore(values["trend"])
 
     def _forgetting(self) -> dict[str, _Forgetting]:
         return {"level": self._level, "noise": self._noise, "residual": self._residual}
 
 
-class Given:
+class KnownLengths:
     """Known lengths: the simulator's oracle, or the user's own estimates. A prompt without them uses the ``fallback``.
 
     Raises InvalidValue if the number of lengths is not 0, 1 or the group's size, or if a length is below 1.
@@ -295,17 +295,17 @@ class Given:
     def observe(self, prompt: PromptTraits, tokens: int) -> None:
         self._fallback.observe(prompt, tokens)
 
-    def learnt(self) -> dict[str, Any]:
-        return self._fallback.learnt()
+    def snapshot(self) -> dict[str, Any]:
+        return self._fallback.snapshot()
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        self._fallback.learn_again(values)
+    def restore(self, values: Mapping[str, Any]) -> None:
+        self._fallback.restore(values)
 
 
 PREDICTORS: dict[str, Callable[[], Predictor]] = {
     "statistics": lambda: MixedModel(TaskTrend()),
     "ranker": lambda: MixedModel(RegressionTrend()),
-    "oracle": lambda: Given(MixedModel(TaskTrend())),
+    "oracle": lambda: KnownLengths(MixedModel(TaskTrend())),
 }
 
 

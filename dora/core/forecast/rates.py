@@ -20,7 +20,7 @@ CLASSES_AN_OCTAVE = 4  # of response lengths
 CLASSES = 24 * CLASSES_AN_OCTAVE
 RARE_RESPONSES = 1e-4  # per group
 GROWTH_WEIGHT = 1.0 / 64  # weight of one group in the chance that groups grow
-_LEARNT = ("step_s", "tail_s", "pace_s", "slowest_s", "_publishes")
+_RESTORED = ("step_s", "tail_s", "pace_s", "slowest_s", "_publishes")
 
 
 class LengthMix:
@@ -36,18 +36,17 @@ class LengthMix:
         at = _class_of(tokens)
         self._prompts += 1
         weight = max(1.0 / self._prompts, OFFER_WEIGHT)
-        asked = np.empty_like(self._means)
+        observed = np.empty_like(self._means)
         for place, of_each in enumerate((None, tokens, context_work(tokens, prompt_tokens))):
-            asked[place] = np.bincount(at, of_each, CLASSES)
-        self._means += weight * (asked - self._means)
+            observed[place] = np.bincount(at, of_each, CLASSES)
+        self._means += weight * (observed - self._means)
 
-    def learnt(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """The state that survives a crash, as plain values: classes that have responses."""
         at = np.flatnonzero(self.responses)
         return {"prompts": self._prompts, "at": at.tolist(), "means": self._means[:, at].tolist()}
 
-    def learn_again(self, values: Mapping[str, Any]) -> None:
-        """Restores the state from ``learnt``."""
+    def restore(self, values: Mapping[str, Any]) -> None:
         self._prompts = values["prompts"]
         self._means[:, values["at"]] = values["means"]
 
@@ -103,7 +102,6 @@ class Rates:
         self.growth += GROWTH_WEIGHT * (grows - self.growth)
 
     def generated(self, tokens: int, took_s: float) -> None:
-        """Records the tokens of one segment."""
         if tokens <= 0 or took_s <= 0.0:
             return
         weight = min(1.0, tokens / PACE_TOKENS) if self.pace_s else 1.0
@@ -112,24 +110,23 @@ class Rates:
             pace_s = min(pace_s, ODD_PACE * self.pace_s)
         self.pace_s += weight * (pace_s - self.pace_s)
 
-    def learnt(self, now_s: float) -> dict[str, Any]:
+    def snapshot(self, now_s: float) -> dict[str, Any]:
         """The state that survives a crash, as plain values. Times are relative to ``now_s``."""
-        values = {name: getattr(self, name) for name in _LEARNT}
+        values = {name: getattr(self, name) for name in _RESTORED}
         ago_s = [now_s - self.published_s, now_s - self.filled_s]
         return values | {
             "ago_s": ago_s,
             "took_s": list(self.took_s),
-            "mix": self.mix.learnt(),
+            "mix": self.mix.snapshot(),
             "growth": self.growth,
         }
 
-    def learn_again(self, values: Mapping[str, Any], now_s: float) -> None:
-        """Restores the state from ``learnt``."""
-        for name in _LEARNT:
+    def restore(self, values: Mapping[str, Any], now_s: float) -> None:
+        for name in _RESTORED:
             setattr(self, name, values[name])
         self.published_s, self.filled_s = (now_s - ago_s for ago_s in values["ago_s"])
         self.took_s.extend(values["took_s"])
-        self.mix.learn_again(values["mix"])
+        self.mix.restore(values["mix"])
         self.growth = values.get("growth", self.growth)  # an older DORA knew none
 
     @property

@@ -21,7 +21,7 @@ class EvalRequest:
     prompt_tokens: int  # of the present branch
     is_session: bool = False
     tokens: int = 0  # delivered response tokens, with those that an environment gave
-    given: int = 0  # of these: given for the next turn, which no worker has
+    input_tokens: int = 0  # of these: given for the next turn, which no worker has
     worker_id: str = ""  # the worker that runs it
     starting: int = 0  # its StartRequest, until obeyed: earlier reports concern an earlier segment
     finished: bool = False  # its verdict is pending
@@ -38,16 +38,16 @@ class EvalRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Evaluation:
+class RunningEvaluation:
     """One running evaluation. ``groups``: those begun and not fully scored, with their numbers of missing verdicts."""
 
     evaluation_id: str
     version: int
     share: float  # of each worker's slots and KV; 0: idle slots alone
-    asked: int  # groups
+    requested: int  # groups
     todo: deque[OfferedPrompt]  # not yet begun
     groups: dict[str, int] = field(default_factory=dict)
-    held: int = 0  # requests on workers
+    placed: int = 0  # requests on workers
     waiting: deque[str] = field(default_factory=deque)  # begun requests without a worker, in order
     idle: dict[str, None] = field(default_factory=dict)  # sessions between two turns
     begun: int = 0  # groups
@@ -58,24 +58,21 @@ class Evaluation:
     preempted: int = 0  # slots taken back by training
 
 
-class Evaluations:
-    """The running evaluations in the order of their calls."""
-
+class RunningEvaluations:
     def __init__(self) -> None:
-        self.running: dict[str, Evaluation] = {}
+        self.running: dict[str, RunningEvaluation] = {}
         self.requests: dict[str, EvalRequest] = {}  # begun, of groups that are not fully scored
         self.row_of: dict[str, int] = {}  # by their ids
         self.at: dict[int, EvalRequest] = {}  # by their rows
         # worker id -> requests that it runs, the youngest last; no empty entries
-        self.held: dict[str, dict[str, None]] = {}
+        self.placed: dict[str, dict[str, None]] = {}
         self.lent: set[str] = set()  # workers with allotted slots and KV
         self.stirred = False  # an evaluation may be able to begin a request
         self.closed = False  # the service drains
         self._kv_tokens: Counter[str] = Counter()  # worker id -> context of its requests
 
     def count(self, worker_id: str) -> int:
-        """The number of requests that a worker runs."""
-        return len(self.held.get(worker_id, ()))
+        return len(self.placed.get(worker_id, ()))
 
     def kv_tokens(self, worker_id: str) -> int:
         """The KV tokens of these requests, as last reported."""
@@ -83,12 +80,12 @@ class Evaluations:
 
     def longest_context(self, worker_id: str) -> int:
         """The longest context of these requests, in tokens; 0: there is none."""
-        return max((self.requests[name].context for name in self.held.get(worker_id, ())), default=0)
+        return max((self.requests[name].context for name in self.placed.get(worker_id, ())), default=0)
 
     def youngest(self, worker_id: str) -> EvalRequest | None:
         """The last of these requests to arrive; None: the worker runs none."""
-        held = self.held.get(worker_id)
-        return self.requests[next(reversed(held))] if held else None
+        placed = self.placed.get(worker_id)
+        return self.requests[next(reversed(placed))] if placed else None
 
     def reported(self, worker_id: str, rows: Column) -> Column:
         """Marks the rows whose tokens in this worker's report count; bool (rows,)."""
@@ -112,26 +109,23 @@ class Evaluations:
         del self.requests[request.request_id], self.at[request.row], self.row_of[request.request_id]
 
     def grows(self, request: EvalRequest, tokens: int) -> None:
-        """Notes the delivered tokens of a request."""
         self._kv_tokens[request.worker_id] += tokens - request.tokens
         request.tokens = tokens
 
     def give(self, request: EvalRequest, worker_id: str, command_id: int, now_s: float) -> None:
-        """Assigns the request to a worker by this command."""
-        request.worker_id, request.starting, request.given = worker_id, command_id, 0
+        request.worker_id, request.starting, request.input_tokens = worker_id, command_id, 0
         request.began_s += now_s - request.waits_s if request.began_s else now_s
-        self.running[request.evaluation_id].held += 1
+        self.running[request.evaluation_id].placed += 1
         self._kv_tokens[worker_id] += request.context
-        self.held.setdefault(worker_id, {})[request.request_id] = None
+        self.placed.setdefault(worker_id, {})[request.request_id] = None
 
     def leaves(self, request: EvalRequest) -> None:
-        """Takes the request off its worker."""
-        held = self.held[request.worker_id]
-        del held[request.request_id]
-        self.running[request.evaluation_id].held -= 1
+        placed = self.placed[request.worker_id]
+        del placed[request.request_id]
+        self.running[request.evaluation_id].placed -= 1
         self._kv_tokens[request.worker_id] -= request.context
-        if not held:
-            del self.held[request.worker_id], self._kv_tokens[request.worker_id]
+        if not placed:
+            del self.placed[request.worker_id], self._kv_tokens[request.worker_id]
         self.stirred = True
         request.worker_id, request.starting = "", 0
 
@@ -142,7 +136,6 @@ class Evaluations:
         self.queue(request, now_s, first=True)
 
     def queue(self, request: EvalRequest, now_s: float, *, first: bool = False) -> None:
-        """Queues a request without a worker in its evaluation."""
         request.waits_s = now_s
         waiting = self.running[request.evaluation_id].waiting
         if first:
@@ -162,6 +155,6 @@ class Evaluations:
 
     def lost(self, worker_id: str, now_s: float) -> None:
         """Queues the requests of a lost worker, to continue after their last delivered tokens."""
-        for request_id in reversed(list(self.held.get(worker_id, ()))):
+        for request_id in reversed(list(self.placed.get(worker_id, ()))):
             self.wait(request_id, now_s)
         self.lent.discard(worker_id)

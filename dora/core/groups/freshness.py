@@ -54,7 +54,7 @@ SURELY: Final = 1.0 - 1e-12  # a chance
 STOCK_KEPT: Final = 0.9  # factor of the stock after each step without waits
 STOCK_MAX: Final = 1.0  # steps' worth: waits that more stock does not end have another cause
 SPREAD: Final = 0.05  # steps' worth: mean error of the forecast where it errs
-_LEARNT: Final = ("_lead", "_group_s", "_kept", "_stock", "_held_back")
+_RESTORED: Final = ("_lead", "_group_s", "_kept", "_stock", "_held_back")
 
 
 class Freshness:
@@ -73,7 +73,7 @@ class Freshness:
         self._held_back = False  # since the last publish
         self._made_s = -inf
         self._made_for = (-1, -1)  # newest version, step
-        self._wanted = (0.0, 0.0)  # groups: of the newest version, of an older one
+        self._needed = (0.0, 0.0)  # groups: of the newest version, of an older one
         self._begun = 0  # groups begun since the forecast
         self._look_step = LOOK_STEP
 
@@ -84,7 +84,6 @@ class Freshness:
         self._opened_s, self._made_s = now_s, -inf
 
     def filled(self, now_s: float) -> None:
-        """The last group of a step was delivered."""
         self._filled_s = now_s
 
     def published(self, now_s: float, waited_s: float) -> None:
@@ -113,21 +112,19 @@ class Freshness:
         self._group_s += (SMOOTHING if self._group_s else 1.0) * (took_s - self._group_s)
 
     def cancelled(self) -> None:
-        """A finished group was cancelled."""
         self._kept = max(0.01, self._kept - SMOOTHING / (1.0 - SMOOTHING))
 
     def admitted(self) -> None:
         self._begun += 1
 
-    def learnt(self, now_s: float) -> dict[str, Any]:
+    def snapshot(self, now_s: float) -> dict[str, Any]:
         """The estimates as plain values; times as ages."""
-        values = {name: getattr(self, name) for name in _LEARNT}
+        values = {name: getattr(self, name) for name in _RESTORED}
         ago_s = [now_s - self._opened_s, now_s - self._filled_s]
         return values | {"ago_s": ago_s, "training_s": list(self._training_s)}
 
-    def learn_again(self, values: Mapping[str, Any], now_s: float) -> None:
-        """Restores the values of ``learnt``."""
-        for name in _LEARNT:
+    def restore(self, values: Mapping[str, Any], now_s: float) -> None:
+        for name in _RESTORED:
             setattr(self, name, values[name])
         self._opened_s, self._filled_s = (now_s - ago_s for ago_s in values["ago_s"])
         self._training_s.extend(values["training_s"])
@@ -140,14 +137,13 @@ class Freshness:
         return bool(self._freshness and self._training_s and self._group_s)
 
     def is_old(self, now_s: float, window: Window) -> bool:
-        """Returns whether a new forecast is due."""
         if (window.newest, window.step) != self._made_for:
             return True
         return now_s - self._made_s >= self._look_step * self._usual_s()
 
-    def wanted(self, *, newest: bool) -> int:
+    def needed(self, *, newest: bool) -> int:
         """Groups that should begin now, under the newest version or an older one. Call ``look`` first."""
-        left = ceil(self._wanted[0 if newest else 1] - self._begun)
+        left = ceil(self._needed[0 if newest else 1] - self._begun)
         if left < 1 and newest:
             self._held_back = True
         return left
@@ -170,7 +166,7 @@ class Freshness:
         newest, older = (float((lacking - each).max()) + more for each in later)
         # groups that the trainer's present step lacks, whatever the forecast: otherwise it might never end
         at_once = max(0, window.left - window.open_groups) if window.step == window.newest else 0
-        self._wanted = (max(at_once, newest / self._kept), older / self._kept)
+        self._needed = (max(at_once, newest / self._kept), older / self._kept)
 
     @property
     def _permitted(self) -> float:
@@ -178,7 +174,6 @@ class Freshness:
         return max(self._freshness, SPREAD * self.price)
 
     def _usual_s(self) -> float:
-        """The trainer's time for a step without any wait."""
         return sorted(self._training_s)[len(self._training_s) // QUICK]
 
     def _next_s(self, now_s: float, window: Window) -> float:
@@ -188,7 +183,6 @@ class Freshness:
         return max(now_s, self._opened_s + training_s, (self._filled_s if full else now_s) + self._lead * training_s)
 
     def _demand(self, now_s: float, ahead_s: Column, window: Window) -> Column:
-        """The groups that the trainer takes from now until then."""
         step_groups, training_s = window.groups_per_step, self._usual_s()
         at_s, next_s = now_s + ahead_s, self._next_s(now_s, window)
         open_steps = (at_s - next_s) / training_s  # after the next one opens

@@ -106,7 +106,6 @@ class Backlog:
         return next((entry for entry in self._all.entries.values() if entry.prompt.prompt_id == prompt_id), None)
 
     def first(self) -> QueuedPrompt | None:
-        """The prompt that has waited longest."""
         return next(iter(self._first.entries.values()), None)
 
     def lengths(self) -> Column:

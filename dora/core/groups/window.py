@@ -88,7 +88,6 @@ class Window:
 
     @property
     def oldest_admitting(self) -> int:
-        """The oldest version that may still admit groups."""
         return max(self._left_behind, self.step - self.size + 1)
 
     @property
@@ -111,7 +110,6 @@ class Window:
 
     @property
     def quarantined(self) -> Set[int]:
-        """Versions that admit nothing for now."""
         return self._quarantined
 
     @property
@@ -130,7 +128,6 @@ class Window:
 
     @property
     def open_by_deadline(self) -> Mapping[int, int]:
-        """Open groups of each deadline that has any."""
         return self._open
 
     def deadline(self, version: int) -> int:
@@ -191,7 +188,6 @@ class Window:
         return deadline == self.step or self.least_slack(self.step, deadline - 1) > 0
 
     def summary(self) -> str:
-        """The window's state for messages."""
         closed = "closed; " if self.closed else ""
         return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
@@ -260,7 +256,6 @@ class Window:
         self._rejected.discard(version)
 
     def _holds(self, version: int, deadline: int) -> bool:
-        """Returns whether a group of ``version`` with this deadline may be open, and is in time."""
         return deadline >= self.step and deadline in self._open and version in self._open_of
 
     def _count(self, version: int, deadline: int, more: int) -> None:

@@ -73,7 +73,7 @@ SLOT: Final = "slot"  # a worker has a free slot for a parked request
 REASONS: Final = (*(trigger.value for trigger in Trigger), VACATING, SESSION, SLOT)  # of handoffs
 
 
-class Kind(Enum):
+class HandoffKind(Enum):
     MOVE = auto()  # from worker to worker
     PARK = auto()  # from worker to pool
     RESUME = auto()  # from pool to worker
@@ -130,7 +130,7 @@ class Handoff:
     source: str
     target: str
     began_s: float
-    kind: Kind = Kind.MOVE
+    kind: HandoffKind = HandoffKind.MOVE
     phase: Phase = Phase.PLANNED
     locator: str = ""
     had_ended: bool = False  # the response ended at the source just before the copy

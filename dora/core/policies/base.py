@@ -48,7 +48,7 @@ class BasePolicy(ABC):
         """The worker's priority for its next request; zero or less means that it takes none. The default is its free
         slots.
         """
-        return worker.slots - worker.held
+        return worker.slots - worker.assigned
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
         """The most requests that a worker of this version may hold for now. None: its room is the limit."""
@@ -64,8 +64,8 @@ class BasePolicy(ABC):
         hosts, first = dispatcher.workers_of(version), dispatcher.backlog.first()
         groups = max(0, min(len(dispatcher.backlog), dispatcher.admissible(version)))
         supply = len(dispatcher.waiting_requests(version)) + groups * (first.prompt.at_once if first is not None else 0)
-        held = sum([len(worker.rows) + worker.inbound for worker in hosts])
-        return ceil((supply + held) / (len(hosts) + loading))
+        assigned = sum([len(worker.rows) + worker.inbound for worker in hosts])
+        return ceil((supply + assigned) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         """Whether the request's KV fits, counting every request at its full length. An empty worker takes any
@@ -90,7 +90,7 @@ class BasePolicy(ABC):
         most = inf if ration is None else ration
         for worker in dispatcher.candidates(version):
             room = self.room(dispatcher, worker)
-            if room > 0 and worker.held < most:
+            if room > 0 and worker.assigned < most:
                 heap.append((-room, worker.index, worker))
             else:
                 dispatcher.full(worker)
@@ -128,7 +128,7 @@ class BasePolicy(ABC):
         _, index, worker = heap[0]
         dispatcher.place(row, worker)
         room = self.room(dispatcher, worker)
-        if room > 0 and worker.held < most:
+        if room > 0 and worker.assigned < most:
             heapreplace(heap, (-room, index, worker))
         else:
             heappop(heap)

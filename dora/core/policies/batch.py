@@ -33,7 +33,7 @@ class SyncPolicy(BasePolicy):
         it.
         """
         hosts = [worker for version in dispatcher.versions() for worker in dispatcher.workers_of(version)]
-        return len(hosts) >= dispatcher.groups() or any(worker.held for worker in hosts)
+        return len(hosts) >= dispatcher.groups() or any(worker.assigned for worker in hosts)
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         if self.ready(dispatcher):

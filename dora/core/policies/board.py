@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from dora.core.handoff.choice import TYPICAL, Choice, cheapest
-from dora.core.plan import LINE, POOL, Move
+from dora.core.plan import POOL, QUEUE, Move
 from dora.core.table import Column
 from dora.core.view import RequestColumns, View
 
@@ -46,7 +46,7 @@ class Board:
         self.pools = sorted(view.pools)  # free KV of each pool, the largest last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
-        self.held = self.workers.held.copy()  # by index
+        self.assigned = self.workers.assigned.copy()  # by index
         self.kv = self.workers.kv_expected.astype(np.float64)  # by index, tokens
         self._to: dict[int, int] = {}  # row -> index of the last move; -1: taken off and on no worker
         self._peers: dict[int, Column] = {}  # version -> indexes that keep it
@@ -63,7 +63,6 @@ class Board:
         return self._peers[version]
 
     def release(self, index: int) -> None:
-        """Marks a worker as one that changes version."""
         self.stays[index] = False
         self._peers.pop(int(self.workers.loaded[index]), None)
 
@@ -72,11 +71,13 @@ class Board:
         rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
         return rows[~self.stays[self.requests.worker[rows]]]
 
-    def with_room(self, row: int, most_held: Column, most_kv: Column) -> Column:
+    def with_room(self, row: int, most_assigned: Column, most_kv: Column) -> Column:
         """Whether each worker keeps this request's version and stays within these limits with the request (bool, by
         index).
         """
-        with_room: Column = self.stays & (self.workers.loaded == self.requests.version[row]) & (self.held < most_held)
+        with_room: Column = (
+            self.stays & (self.workers.loaded == self.requests.version[row]) & (self.assigned < most_assigned)
+        )
         return with_room & (self.kv + self.context[row] <= most_kv)
 
     def index_of(self, row: int) -> int:
@@ -102,7 +103,7 @@ class Board:
             self._park(row)
         elif choice is Choice.REPREFILL:
             self.take_off(row)
-            self._to[row] = LINE
+            self._to[row] = QUEUE
         return choice
 
     def relieve_engines(self, movable: Column) -> None:
@@ -120,7 +121,7 @@ class Board:
         """Parks requests with the least context until the worker holds at most ``kv_most``. The last request stays."""
         rows = np.flatnonzero(movable & (self.requests.worker == index))
         for row in rows[np.argsort(self.context[rows], kind="stable")].tolist():
-            if self.kv[index] <= kv_most or self.held[index] <= 1:
+            if self.kv[index] <= kv_most or self.assigned[index] <= 1:
                 return
             context = float(self.context[row])
             room = bool(self.pools) and self.pools[-1] >= context
@@ -136,8 +137,8 @@ class Board:
 
     def token_s(self, index: int) -> float:
         """Seconds of one decode step of this worker at its present load."""
-        held, kv_tokens = int(self.workers.held[index]), float(self.workers.kv_expected[index])
-        return (self.cost or TYPICAL).decode_step_s(held, kv_tokens)
+        assigned, kv_tokens = int(self.workers.assigned[index]), float(self.workers.kv_expected[index])
+        return (self.cost or TYPICAL).decode_step_s(assigned, kv_tokens)
 
     def take_off(self, row: int) -> None:
         """Takes the request off its worker, if it has one."""
@@ -147,9 +148,9 @@ class Board:
             self._remove(row, index)
 
     def _add(self, row: int, index: int) -> None:
-        self.held[index] += 1
+        self.assigned[index] += 1
         self.kv[index] += self.context[row]
 
     def _remove(self, row: int, index: int) -> None:
-        self.held[index] -= 1
+        self.assigned[index] -= 1
         self.kv[index] -= self.context[row]

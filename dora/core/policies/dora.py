@@ -13,7 +13,7 @@ import numpy as np
 
 from dora.config import BalanceConfig
 from dora.core.dispatcher import Dispatcher
-from dora.core.fleet.partition import Candidate, assign, keeping_full, proportional, settled
+from dora.core.fleet.partition import WorkerCandidate, assign, keeping_full, proportional, settled
 from dora.core.fleet.worker import Worker
 from dora.core.groups.queues import QueuedPrompt
 from dora.core.plan import Move, Plan, Trigger
@@ -41,21 +41,19 @@ class DoraPolicy(BasePolicy):
             return Plan()
         work = remaining_work(view)
         shares = proportional(work, len(indexes), view.newest)
-        wanted = keeping_full(shares, *self._occupied(view, indexes), view.newest)
-        self._shrinking = frozenset(version for version in wanted if wanted[version] > shares.get(version, 0))
+        goal = keeping_full(shares, *self._occupied(view, indexes), view.newest)
+        self._shrinking = frozenset(version for version in goal if goal[version] > shares.get(version, 0))
         present, times = np.unique(workers.target[indexes], return_counts=True)
         counts = dict(zip(present.tolist(), times.tolist(), strict=True))
-        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(
-            counts, work, wanted, self.config.dora.hysteresis
-        )
+        keep = trigger in (Trigger.TIME, Trigger.PRESSURE) and settled(counts, work, goal, self.config.dora.hysteresis)
         if keep:
             targets = dict(zip(indexes.tolist(), workers.target[indexes].tolist(), strict=True))
-        elif len(wanted) == 1:
-            targets = dict.fromkeys(indexes.tolist(), next(iter(wanted)))
+        elif len(goal) == 1:
+            targets = dict.fromkeys(indexes.tolist(), next(iter(goal)))
         else:
             columns = (indexes, workers.loaded[indexes], workers.target[indexes], workers.kv_used[indexes])
-            rows = [Candidate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-            targets = assign(rows, wanted)
+            rows = [WorkerCandidate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            targets = assign(rows, goal)
         return Plan(targets, plan_moves(view, targets, self.config))
 
     def relieve(self, view: View) -> tuple[Move, ...]:
@@ -90,7 +88,7 @@ class DoraPolicy(BasePolicy):
         loaded = indexes[workers.loaded[indexes] >= 0]
         versions, inverse, times = np.unique(workers.loaded[loaded], return_inverse=True, return_counts=True)
         # the KV of an idle engine is free, whatever it last reported
-        kv = np.where(workers.held[loaded] > 0, workers.kv_expected[loaded], 0)
+        kv = np.where(workers.assigned[loaded] > 0, workers.kv_expected[loaded], 0)
         shares = kv / (self.config.pressure * workers.kv_tokens[loaded])
         full = np.bincount(inverse, weights=shares, minlength=len(versions))
         names = versions.tolist()

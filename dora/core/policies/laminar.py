@@ -100,14 +100,13 @@ class LaminarPolicy(BasePolicy):
             self._deal(dispatcher, dispatcher.newest, begins, admits=True)
 
     def _begins(self, worker: Worker) -> bool:
-        """Whether the worker still takes requests of its batch."""
-        if not worker.held:
+        if not worker.assigned:
             self._taken.pop(worker.index, None)
         return self._taken.get(worker.index) != worker.loaded
 
     def _deal(self, dispatcher: Dispatcher, version: int, workers: Sequence[Worker], *, admits: bool) -> None:
         """Gives queued requests, then those of new groups, to the worker with the most free slots, up to its batch."""
-        heap = [(worker.held - worker.slots, worker.index, worker) for worker in workers]
+        heap = [(worker.assigned - worker.slots, worker.index, worker) for worker in workers]
         heapify(heap)
         while heap:
             free, index, worker = heap[0]
@@ -124,7 +123,7 @@ class LaminarPolicy(BasePolicy):
             dispatcher.place(dispatcher.waiting_requests(version).peek(), worker)
             heapreplace(heap, (free + 1, index, worker))
         if admits:
-            self._taken.update((worker.index, version) for worker in workers if worker.held >= worker.slots)
+            self._taken.update((worker.index, version) for worker in workers if worker.assigned >= worker.slots)
 
     # ---------------------------------------------------------------------------------------------------- repacking
 
@@ -132,7 +131,7 @@ class LaminarPolicy(BasePolicy):
         workers, targets = view.workers, present_targets(view, view.newest)
         waited = waiting_versions(view)
         for index, version in targets.items():
-            if not workers.held[index] and version not in waited:
+            if not workers.assigned[index] and version not in waited:
                 targets[index] = view.newest
         moves: list[Move] = []
         if trigger in LOOKS:
@@ -151,13 +150,13 @@ class LaminarPolicy(BasePolicy):
         idle: dict[int, int] = {}
         for index in targets:
             version, kv_used = int(workers.loaded[index]), int(workers.kv_expected[index])
-            held, kv_max = int(workers.held[index]), KV_THRESHOLD * int(workers.kv_tokens[index])
+            assigned, kv_max = int(workers.assigned[index]), KV_THRESHOLD * int(workers.kv_tokens[index])
             falls = kv_used < self._kv_before.get(index, 0) or self._idle.get(index) == version
-            if stays[index] and held and kv_used < kv_max and falls:
+            if stays[index] and assigned and kv_used < kv_max and falls:
                 idle[index] = version  # "from this time on" (section 5.2), even if long responses raise KV use again
                 most = roofline_requests(view.cost, int(workers.slots[index]))
-                if held < most:
-                    groups.setdefault(version, []).append(Idle(index, kv_used, kv_max, held, most))
+                if assigned < most:
+                    groups.setdefault(version, []).append(Idle(index, kv_used, kv_max, assigned, most))
             self._kv_before[index] = kv_used
         self._idle = idle
         return [pair for version in sorted(groups) for pair in consolidate(groups[version])]

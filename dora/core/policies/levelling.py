@@ -48,7 +48,6 @@ class _Levelling(Board):
 
     @property
     def movable(self) -> int:
-        """The number of requests that may move."""
         return len(self._far_from_end)
 
     def displace(self, moves_max: int) -> None:
@@ -72,9 +71,9 @@ class _Levelling(Board):
         for version in np.unique(self.workers.loaded[self.stays]).tolist():
             indexes = self.peers(version)
             while len(indexes) > 1 and self._moved < moves_max:
-                source = int(indexes[np.argmax(self.held[indexes])])
-                target = int(indexes[np.argmin(self.held[indexes])])
-                row = self._longest_on(source) if self.held[source] - self.held[target] >= max(gap, 2) else None
+                source = int(indexes[np.argmax(self.assigned[indexes])])
+                target = int(indexes[np.argmin(self.assigned[indexes])])
+                row = self._longest_on(source) if self.assigned[source] - self.assigned[target] >= max(gap, 2) else None
                 if row is None or self.kv[target] + self.context[row] > self._room[target]:
                     break
                 if not self._gains(row, source, target):
@@ -82,7 +81,6 @@ class _Levelling(Board):
                 self.move(row, target)
 
     def _sets_aside(self, row: int) -> bool:
-        """Parks a request, or drops its KV, if that costs less than finishing it in place."""
         held_up_s = float(self._remaining[row]) * self.token_s(self.index_of(row))
         aside = self.set_aside(row, held_up_s) is not Choice.STAY
         self._moved += aside
@@ -94,10 +92,10 @@ class _Levelling(Board):
 
     def _roomiest(self, row: int) -> int | None:
         slots = self.workers.slots
-        fits = self.with_room(row, self._queue * slots, np.where(self.held == 0, np.inf, self._room))
+        fits = self.with_room(row, self._queue * slots, np.where(self.assigned == 0, np.inf, self._room))
         if not fits.any():
             return None
-        return int(np.where(fits, slots - self.held, np.iinfo(np.int64).min).argmax())
+        return int(np.where(fits, slots - self.assigned, np.iinfo(np.int64).min).argmax())
 
     def _longest_on(self, index: int) -> int | None:
         """The longest request of a worker that keeps its version, each returned once. Ties: the first row."""
@@ -116,6 +114,6 @@ class _Levelling(Board):
         """
         if self.cost is None or self.kv[source] > self._room[source]:
             return True
-        here_s = self.cost.decode_step_s(int(self.held[source]), float(self.kv[source]))
-        there_s = self.cost.decode_step_s(int(self.held[target]) + 1, float(self.kv[target] + self.context[row]))
+        here_s = self.cost.decode_step_s(int(self.assigned[source]), float(self.kv[source]))
+        there_s = self.cost.decode_step_s(int(self.assigned[target]) + 1, float(self.kv[target] + self.context[row]))
         return there_s < (1.0 - LEVEL_SHARE) * here_s

@@ -87,11 +87,11 @@ def synchronise(view: View, targets: dict[int, int], board: RoutingBoard) -> Non
     begins = {version for version, groups in view.admissible.items() if admits and groups > 0}
     routable = {*waiting_versions(view), *begins, *queues.versions}  # algorithm 2 for all waiting requests
     lagging = [index for index, version in targets.items() if version not in routable]
-    for index in sorted(lagging, key=lambda index: (int(workers.held[index]), index)):
+    for index in sorted(lagging, key=lambda index: (int(workers.assigned[index]), index)):
         version = queues.oldest(newest)
         if version == targets[index]:
             continue
-        if workers.held[index]:
+        if workers.assigned[index]:
             gains = version in routable and relative_gain(board.load(index), tokens, view.cost) >= MU
             if not gains or not board.clear(index):
                 continue
@@ -124,7 +124,7 @@ class Queues:
         contexts = self._contexts.get(version, [])
         load = Load(0, 0, 0, int(self._workers.slots[index]), int(self._workers.kv_tokens[index]))
         while contexts and relative_gain(load, contexts[-1], self._cost) >= MU:
-            load = load.given(contexts.pop())
+            load = load.with_request(contexts.pop())
 
 
 def migrate(board: RoutingBoard) -> None:

@@ -12,7 +12,6 @@ def plannable(view: View) -> Column:
 
 
 def waiting_versions(view: View) -> list[int]:
-    """Versions with requests that have no worker, the oldest first."""
     requests = view.requests
     return [int(version) for version in np.unique(requests.version[requests.unfinished & (requests.worker < 0)])]
 
@@ -44,6 +43,5 @@ def present_targets(view: View, otherwise: int) -> dict[int, int]:
 
 
 def living_targets(view: View) -> dict[int, int]:
-    """The present target of each index that is alive."""
     indexes = np.flatnonzero(view.workers.alive)
     return dict(zip(indexes.tolist(), view.workers.target[indexes].tolist(), strict=True))

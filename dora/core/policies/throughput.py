@@ -34,7 +34,7 @@ class Load:
         fits = not self.waiting and self.running < self.slots and self.kv_tokens + tokens <= self.kv_capacity
         return fits or not (self.running or self.waiting)
 
-    def given(self, tokens: int) -> "Load":
+    def with_request(self, tokens: int) -> "Load":
         """The load after one more trajectory (eq. 3)."""
         if self.takes(tokens):
             return replace(self, running=self.running + 1, kv_tokens=self.kv_tokens + tokens)
@@ -45,9 +45,9 @@ def load_of(worker: Worker) -> Load:
     """The worker's load. ``waiting`` and most of the KV come from its last report, which is ignored if it holds
     nothing.
     """
-    waiting = min(worker.held, worker.waiting)
-    kv_tokens = worker.kv_expected if worker.held else 0
-    return Load(worker.held - waiting, waiting, kv_tokens, worker.slots, worker.kv_tokens)
+    waiting = min(worker.assigned, worker.waiting)
+    kv_tokens = worker.kv_expected if worker.assigned else 0
+    return Load(worker.assigned - waiting, waiting, kv_tokens, worker.slots, worker.kv_tokens)
 
 
 def throughput(load: Load, cost: CostModel | None) -> float:
@@ -68,7 +68,7 @@ def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
         used = max(load.running / load.slots, load.kv_tokens / load.kv_capacity)
         return 1.0 - (1.0 - MU) * min(1.0, used)
     ideal = 1.0 / cost.decode_step_s(1, tokens)
-    return (throughput(load.given(tokens), cost) - throughput(load, cost)) / ideal
+    return (throughput(load.with_request(tokens), cost) - throughput(load, cost)) / ideal
 
 
 class RoutingBoard(Board):
@@ -76,18 +76,18 @@ class RoutingBoard(Board):
 
     def __init__(self, view: View, targets: dict[int, int]) -> None:
         super().__init__(view, targets)
-        self.waiting = np.minimum(self.held, self.workers.waiting)
-        self.kv[self.held == 0] = 0.0
-        self._on: list[list[int]] = [[] for _ in self.held]  # by index: movable rows
+        self.waiting = np.minimum(self.assigned, self.workers.waiting)
+        self.kv[self.assigned == 0] = 0.0
+        self._on: list[list[int]] = [[] for _ in self.assigned]  # by index: movable rows
         rows = np.flatnonzero(self.requests.movable & (self.requests.worker >= 0))
         for row in rows[np.argsort(self.requests.tokens[rows], kind="stable")].tolist():
             self._on[self.requests.worker[row]].append(row)
-        self._fixed = [held - len(rows) for held, rows in zip(self.held.tolist(), self._on, strict=True)]
+        self._fixed = [assigned - len(rows) for assigned, rows in zip(self.assigned.tolist(), self._on, strict=True)]
 
     def load(self, index: int) -> Load:
-        held, waiting, workers = int(self.held[index]), int(self.waiting[index]), self.workers
+        assigned, waiting, workers = int(self.assigned[index]), int(self.waiting[index]), self.workers
         return Load(
-            held - waiting, waiting, float(self.kv[index]), int(workers.slots[index]), int(workers.kv_tokens[index])
+            assigned - waiting, waiting, float(self.kv[index]), int(workers.slots[index]), int(workers.kv_tokens[index])
         )
 
     def on(self, index: int) -> list[int]:
@@ -117,19 +117,19 @@ class RoutingBoard(Board):
         """
         if self._fixed[index]:
             return False
-        counts = self.held.copy(), self.waiting.copy(), self.kv.copy()
+        counts = self.assigned.copy(), self.waiting.copy(), self.kv.copy()
         where = [list(rows) for rows in self._on], dict(self._to)
         others = [peer for peer in self.peers(int(self.workers.loaded[index])).tolist() if peer != index]
         if all(self.route(row, others) for row in self.on(index)):
             return True
-        (self.held, self.waiting, self.kv), (self._on, self._to) = counts, where
+        (self.assigned, self.waiting, self.kv), (self._on, self._to) = counts, where
         return False
 
     def _add(self, row: int, index: int) -> None:
         """Adds a trajectory (eq. 3)."""
         runs = self.load(index).takes(int(self.context[row]))
         self._on[index].append(row)
-        self.held[index] += 1
+        self.assigned[index] += 1
         if runs:
             self.kv[index] += self.context[row]
         else:
@@ -138,7 +138,7 @@ class RoutingBoard(Board):
     def _remove(self, row: int, index: int) -> None:
         """Removes a trajectory: a queued one, which holds no KV, if there is any."""
         self._on[index].remove(row)
-        self.held[index] -= 1
+        self.assigned[index] -= 1
         if self.waiting[index]:
             self.waiting[index] -= 1
         else:

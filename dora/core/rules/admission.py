@@ -40,7 +40,6 @@ def offered(state: State, event: on.PromptsOffered) -> None:
 
 
 def _enqueue(state: State, prompt: on.OfferedPrompt) -> QueuedPrompt:
-    """Adds a prompt to the backlog, with the predictions for its group."""
     estimate = state.predictor.predict(traits_of(prompt))
     members = prompt.at_once + round(state.rates.growth * (prompt.group_size - prompt.at_once))
     longest = longest_quantile(estimate, members, LONGEST_QUANTILE, prompt.max_tokens)
@@ -51,7 +50,7 @@ def _enqueue(state: State, prompt: on.OfferedPrompt) -> QueuedPrompt:
     return entry
 
 
-def asked(state: State, event: on.GroupAsked) -> None:
+def requested(state: State, event: on.GroupRequested) -> None:
     """Admits a prompt as a group of the version that its caller asks for. Raises Conflict if the window forbids it."""
     if state.exhausted or state.window.admissible(event.version) < 1:
         allowed = f"one of which the window admits a group now: {state.window.summary()}"
@@ -128,7 +127,7 @@ def admissible(state: State, version: int) -> int:
     if freshness.is_old(state.now_s, window):
         rows = np.flatnonzero(unfinished(state.requests))
         freshness.look(state.now_s, window, _pace_s(state, rows), state.requests, rows, _steps_per_s(state))
-    return max(0, min(most, freshness.wanted(newest=version == window.newest_sound)))
+    return max(0, min(most, freshness.needed(newest=version == window.newest_sound)))
 
 
 def _pace_s(state: State, rows: Column) -> float:
@@ -226,7 +225,6 @@ def enter(
 
 
 def request_ids(group_id: str, size: int) -> list[str]:
-    """The ids of a group's requests."""
     return [f"{group_id}.{index}" for index in range(size)]
 
 
@@ -237,7 +235,6 @@ def attempt_id(request_id: str, attempt: int) -> str:
 
 
 def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:
-    """The expected tokens of each sibling."""
     if estimate.known_tokens:
         return [min(tokens, prompt.max_tokens) for tokens in estimate.known_tokens]
     return [_mean_tokens(estimate.log_mean, estimate.log_sd, prompt.max_tokens)] * prompt.group_size

@@ -8,7 +8,6 @@ from dora.core.state import State
 
 
 def joined(state: State, event: on.HostJoined) -> None:
-    """Adds a host with a store of its own."""
     state.arrived[event.host] = set(event.versions)
 
 
@@ -20,13 +19,13 @@ def lost(state: State, event: on.HostLost) -> bool:
 def arrived(state: State, event: on.VersionArrived) -> bool:
     """Lets workers that wait for the version load it. Returns whether the host is known."""
     is_own = not event.host
-    held = state.arrived.get(event.host)
-    if held is None and not is_own:
+    versions = state.arrived.get(event.host)
+    if versions is None and not is_own:
         return False
     if not state.keeps_weights(event.version):
         return True  # it was retired on its way
-    if held is not None:
-        held.add(event.version)
+    if versions is not None:
+        versions.add(event.version)
     state.missing -= {event.version} if is_own else set()
     for worker in state.workers.values():
         if worker.host == event.host or (is_own and worker.host not in state.arrived):
@@ -39,17 +38,17 @@ def missed(state: State, host: str, version: int) -> None:
 
     Version 0, the model itself, does not travel, so a missing version 0 is the worker's own fault.
     """
-    held = state.arrived.get(host)
-    if held is not None and version:
-        held.discard(version)
+    versions = state.arrived.get(host)
+    if versions is not None and version:
+        versions.discard(version)
     elif version and state.keeps_weights(version):
         state.missing.add(version)
 
 
 def forgotten(state: State, version: int) -> None:
     """Forgets which hosts hold the version: it has retired or was published again."""
-    for held in state.arrived.values():
-        held.discard(version)
+    for versions in state.arrived.values():
+        versions.discard(version)
     state.missing.discard(version)
 
 
@@ -65,5 +64,5 @@ def is_within_reach(state: State, worker: Worker) -> bool:
 
 
 def holds(state: State, host: str, version: int) -> bool:
-    held = state.arrived.get(host)
-    return version not in state.missing if held is None else version in held
+    versions = state.arrived.get(host)
+    return version not in state.missing if versions is None else version in versions

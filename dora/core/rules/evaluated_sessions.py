@@ -1,6 +1,6 @@
 """Sessions of evaluations: their turns, ends and time limits.
 
-    RUNNING ──turn ended──▶ IDLE ──turn asked──▶ WAITING ──slot──▶ RUNNING
+    RUNNING ──turn ended──▶ IDLE ──turn requested──▶ WAITING ──slot──▶ RUNNING
                              └──ended, timed out, failed──▶ FINISHED, or replaced
 
 They run in what training leaves free (rules/evaluation.py), all turns under the version of their evaluation. An idle
@@ -13,7 +13,7 @@ from dora.core import events as on
 from dora.core.groups.evaluations import EvalRequest
 from dora.core.rules import evaluation
 from dora.core.rules.admission import attempt_id
-from dora.core.rules.sessions import TOTAL, check_asked, may_replace
+from dora.core.rules.sessions import TOTAL, check_requested, may_replace
 from dora.core.state import State
 from dora.errors import Conflict, NotFound
 
@@ -26,16 +26,16 @@ def check_idle(state: State, request_id: str) -> EvalRequest:
     return request
 
 
-def asked(state: State, event: on.TurnAsked) -> None:
+def requested(state: State, event: on.TurnRequested) -> None:
     """Queues the next turn of an idle session. Raises NotFound, InvalidValue or Conflict."""
     request = check_idle(state, event.request_id)
-    check_asked(event, request.prompt_tokens, request.tokens)
+    check_requested(event, request.prompt_tokens, request.tokens)
     evaluation.withdraw(state, request)
     if event.is_prompt:
-        request.prompt_tokens, request.tokens, request.given = event.tokens, 0, 0
+        request.prompt_tokens, request.tokens, request.input_tokens = event.tokens, 0, 0
     else:
         after = request.tokens if event.after_tokens == on.NO_FORK else event.after_tokens
-        request.tokens, request.given = after + event.tokens, event.tokens
+        request.tokens, request.input_tokens = after + event.tokens, event.tokens
     state.evaluations.queue(request, state.now_s)
 
 
@@ -58,7 +58,6 @@ def failed(state: State, event: on.SessionFailed) -> None:
 
 
 def overdue(state: State) -> None:
-    """Ends or replaces the sessions that have exceeded a time limit."""
     evaluations, limits = state.evaluations, state.config.sessions
     for request in [each for each in evaluations.requests.values() if each.is_session]:
         reason = _lateness(state, request)
@@ -71,10 +70,9 @@ def overdue(state: State) -> None:
 
 
 def _lateness(state: State, request: EvalRequest) -> str:
-    """The time limit that an open session has exceeded; empty: none."""
     limits, is_idle = state.config.sessions, state.evaluations.is_idle(request.request_id)
     if is_idle and limits.idle_timeout_s and state.now_s - request.idle_s >= limits.idle_timeout_s:
-        return f"no turn was asked in {limits.idle_timeout_s:g} s"
+        return f"no turn was requested in {limits.idle_timeout_s:g} s"
     counts = request.began_s and (is_idle or request.worker_id)
     if counts and limits.total_timeout_s and state.now_s - request.began_s >= limits.total_timeout_s:
         return f"it took longer than {limits.total_timeout_s:g} s {TOTAL}"
@@ -82,7 +80,6 @@ def _lateness(state: State, request: EvalRequest) -> str:
 
 
 def _open(state: State, request_id: str) -> EvalRequest:
-    """A session that has not ended. Raises NotFound or Conflict."""
     request = state.evaluations.requests.get(request_id)
     if request is None or not request.is_session:
         raise NotFound("session", request_id, "an open session", why="is not open")

@@ -27,7 +27,7 @@ import numpy as np
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker
-from dora.core.groups.evaluations import EvalRequest, Evaluation, Evaluations
+from dora.core.groups.evaluations import EvalRequest, RunningEvaluation, RunningEvaluations
 from dora.core.rules import arrival, membership
 from dora.core.state import State
 from dora.data.types import Arrival
@@ -48,7 +48,7 @@ DRAINING: Final = "the service drains"
 # -------------------------------------------------------------------------------------------------------------- events
 
 
-def asked(state: State, event: on.EvaluationAsked) -> None:
+def requested(state: State, event: on.EvaluationRequested) -> None:
     """Begins an evaluation. Raises InvalidValue, Conflict or NotFound if that is impossible."""
     running, window = state.evaluations.running, state.window
     version = window.newest_sound if event.version == on.NEWEST else event.version
@@ -73,7 +73,7 @@ def asked(state: State, event: on.EvaluationAsked) -> None:
     prompts = deque(event.prompts)
     state.evaluations.stirred = True
     state.worklist.wake()  # starved workers may be wanted
-    running[event.evaluation_id] = Evaluation(
+    running[event.evaluation_id] = RunningEvaluation(
         event.evaluation_id, version, event.share, len(prompts), prompts, hosted_s=state.now_s
     )
 
@@ -147,7 +147,6 @@ def started(state: State, command: do.StartRequest, event: on.CommandDone) -> No
 
 
 def runs_under(state: State, version: int) -> bool:
-    """Returns whether an evaluation of this version runs."""
     return any(each.version == version for each in state.evaluations.running.values())
 
 
@@ -199,7 +198,7 @@ def for_newest(state: State, starved: frozenset[int]) -> frozenset[int]:
     newest, evaluations = state.window.newest_sound, state.evaluations
     if not any(each.version == newest and (each.todo or each.waiting) for each in evaluations.running.values()):
         return frozenset()
-    evaluating = {state.workers[worker_id].index for worker_id in evaluations.held}
+    evaluating = {state.workers[worker_id].index for worker_id in evaluations.placed}
     return starved - evaluating
 
 
@@ -213,7 +212,7 @@ def claim_workers(state: State) -> None:
             able = (each for each in state.workers.values() if arrival.holds(state, each.host, version))
             free = [worker for worker in able if not worker.draining and not keeps(state, worker)]
             if free:
-                worker = min(free, key=lambda each: (each.loading >= 0, each.held, each.index))
+                worker = min(free, key=lambda each: (each.loading >= 0, each.assigned, each.index))
                 worker.target, evaluation.claims = version, worker.worker_id
                 state.rehosted(worker)
                 state.worklist.wake()
@@ -239,13 +238,13 @@ def settle(state: State) -> None:
     sharing = {worker.worker_id for version in shared for worker in state.workers_of(version)}
     for worker_id in sorted(sharing | evaluations.lent):
         _lend(state, state.workers[worker_id])
-    for worker_id in list(evaluations.held):
+    for worker_id in list(evaluations.placed):
         _make_room(state, state.workers[worker_id])
     for version in sorted({each.version for each in evaluations.running.values() if each.waiting or each.todo}):
         of_version = [each for each in evaluations.running.values() if each.version == version]
         for worker in state.workers_of(version):
             while can := [each for each in of_version if _takes_one(state, worker, each)]:
-                _start_next(state, worker, min(can, key=lambda each: each.held))
+                _start_next(state, worker, min(can, key=lambda each: each.placed))
 
 
 def _lend(state: State, worker: Worker) -> None:
@@ -276,21 +275,20 @@ def _make_room(state: State, worker: Worker) -> None:
 
 
 def _fits(state: State, worker: Worker) -> bool:
-    """Returns whether evaluations leave training what it needs of this worker."""
     evaluations, lent_kv = state.evaluations, worker.lent_kv_tokens
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
-    slots_fit = count <= max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held)
-    if count == 1 and not worker.held:
+    slots_fit = count <= max(worker.lent_slots, worker.slots + worker.lent_slots - worker.assigned)
+    if count == 1 and not worker.assigned:
         return slots_fit
     most = state.config.balance.pressure * (worker.kv_tokens + lent_kv)
     return slots_fit and (kv_tokens <= lent_kv or worker.kv_expected + kv_tokens <= most)
 
 
-def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
+def _takes_one(state: State, worker: Worker, evaluation: RunningEvaluation) -> bool:
     """Returns whether another request of this evaluation may begin here: in the share or in idle slots."""
     evaluations = state.evaluations
     count, kv_tokens = evaluations.count(worker.worker_id), evaluations.kv_tokens(worker.worker_id)
-    if worker.held + count >= worker.slots + worker.lent_slots:
+    if worker.assigned + count >= worker.slots + worker.lent_slots:
         return False
     if not (evaluation.waiting or _begins_another(state, evaluation)):
         return False
@@ -299,12 +297,12 @@ def _takes_one(state: State, worker: Worker, evaluation: Evaluation) -> bool:
         return True
     if state.waiting.get(evaluation.version):
         return False
-    if not worker.held and not count:
+    if not worker.assigned and not count:
         return True  # otherwise a long request would never run
     return kv_tokens <= START_FILL * (worker.kv_tokens + worker.lent_kv_tokens) - worker.kv_expected
 
 
-def _begins_another(state: State, evaluation: Evaluation) -> bool:
+def _begins_another(state: State, evaluation: RunningEvaluation) -> bool:
     """Returns whether another group may begin. Sessions that wait for their environments are at most as many as the
     version has slots, and one group.
     """
@@ -314,27 +312,26 @@ def _begins_another(state: State, evaluation: Evaluation) -> bool:
     return len(evaluation.idle) < sum(worker.slots + worker.lent_slots for worker in workers)
 
 
-def _next_tokens(evaluations: Evaluations, evaluation: Evaluation) -> int:
-    """The context of the next request, with one token."""
+def _next_tokens(evaluations: RunningEvaluations, evaluation: RunningEvaluation) -> int:
     if evaluation.waiting:
         return evaluations.requests[evaluation.waiting[0]].context + 1
     return evaluation.todo[0].prompt_tokens + 1
 
 
-def _start_next(state: State, worker: Worker, evaluation: Evaluation) -> None:
+def _start_next(state: State, worker: Worker, evaluation: RunningEvaluation) -> None:
     """Starts the next request here, of a new group if none waits. Sessions without a prompt ask for it first."""
     if not evaluation.waiting:
         _begin_group(state, evaluation, evaluation.todo.popleft())
     if not evaluation.waiting:
         return
     request = state.evaluations.requests[evaluation.waiting.popleft()]
-    arrival: Arrival = "re-prefilled" if request.tokens > request.given else "new"
+    arrival: Arrival = "re-prefilled" if request.tokens > request.input_tokens else "new"
     command_id, version = state.command_id(), evaluation.version
     state.evaluations.give(request, worker.worker_id, command_id, state.now_s)
     state.send(do.StartRequest(worker.worker_id, worker.epoch, command_id, request.request_id, version, arrival))
 
 
-def _begin_group(state: State, evaluation: Evaluation, prompt: on.OfferedPrompt) -> None:
+def _begin_group(state: State, evaluation: RunningEvaluation, prompt: on.OfferedPrompt) -> None:
     group_id = f"{evaluation.evaluation_id}.{evaluation.begun}"
     evaluation.begun += 1
     ids = tuple(f"{group_id}.{index}" for index in range(prompt.group_size))
@@ -373,7 +370,6 @@ def withdraw(state: State, request: EvalRequest) -> None:
 
 
 def drop_group(state: State, request: EvalRequest, reason: str) -> None:
-    """Ends the group of a request without a result."""
     evaluation = state.evaluations.running[request.evaluation_id]
     evaluation.refused += 1
     _forget(state, evaluation, request.group_id)
@@ -381,8 +377,7 @@ def drop_group(state: State, request: EvalRequest, reason: str) -> None:
     _end_if_done(state, evaluation)
 
 
-def _forget(state: State, evaluation: Evaluation, group_id: str) -> None:
-    """Drops a group, with its running, waiting and idle requests."""
+def _forget(state: State, evaluation: RunningEvaluation, group_id: str) -> None:
     evaluations = state.evaluations
     for request_id in [name for name, each in evaluations.requests.items() if each.group_id == group_id]:
         request = evaluations.requests[request_id]
@@ -392,13 +387,12 @@ def _forget(state: State, evaluation: Evaluation, group_id: str) -> None:
     del evaluation.groups[group_id]
 
 
-def _end_if_done(state: State, evaluation: Evaluation) -> None:
+def _end_if_done(state: State, evaluation: RunningEvaluation) -> None:
     if not evaluation.groups and not evaluation.todo:
         _end(state, evaluation, "")
 
 
-def _end(state: State, evaluation: Evaluation, reason: str) -> None:
-    """``reason``: of an early end; empty if the evaluation is done."""
+def _end(state: State, evaluation: RunningEvaluation, reason: str) -> None:
     evaluations = state.evaluations
     for group_id in list(evaluation.groups):
         _forget(state, evaluation, group_id)

@@ -6,7 +6,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
-from dora.core.handoff.table import LIVE, SESSION, SLOT, Action, Handoff, Kind, Phase, Signal
+from dora.core.handoff.table import LIVE, SESSION, SLOT, Action, Handoff, HandoffKind, Phase, Signal
 from dora.core.plan import Trigger
 from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, remove, start
 from dora.core.state import IDLE, WAITING, Pending, State
@@ -24,17 +24,17 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
     if state.requests["status"][row] == WAITING:
         leave_queue(state, row)
     assert source is not None and source is not target, "a handoff is between two workers, or a worker and a pool"
-    kind = Kind.PARK if isinstance(target, Pool) else Kind.MOVE
+    kind = HandoffKind.PARK if isinstance(target, Pool) else HandoffKind.MOVE
     _begin(state, kind, row, source, target, state.kv_of(row), reason)
 
 
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
     """Asks ``target`` to accept a parked request that has just left its queue. ``reason``: one of REASONS."""
-    _begin(state, Kind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
+    _begin(state, HandoffKind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
 
 
 def _begin(
-    state: State, kind: Kind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int, reason: str
+    state: State, kind: HandoffKind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int, reason: str
 ) -> None:
     request_id = state.request_id[row]
     handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind, reason=reason)
@@ -44,7 +44,7 @@ def _begin(
     target.kv_claimed += claim
     if isinstance(target, Worker):
         state.loads.changed(target.index)
-        state.worklist.given(target.index)
+        state.worklist.assigned(target.index)
         target.kv_inbound += claim
     reserve = do.ReserveSlot(
         target.worker_id,
@@ -64,7 +64,7 @@ def send_back(state: State, row: int) -> None:
     queue_again(state, row)
 
 
-def asked(state: State, event: on.MigrateAsked) -> None:
+def requested(state: State, event: on.MigrationRequested) -> None:
     """Moves one request for an operator: one on a worker to another or to a pool, a parked one to a worker.
 
     Raises NotFound or Conflict if that is impossible.
@@ -103,19 +103,17 @@ def asked(state: State, event: on.MigrateAsked) -> None:
 
 
 def _check_worker(state: State, row: int, target: Worker) -> None:
-    """Raises Conflict if an operator's request must not move to this worker."""
     version = int(state.requests["version"][row])
     if target.hosts != version:
         why = "hosts no version" if target.hosts < 0 else f"hosts version {target.hosts}"
         raise Conflict(
             "--to", target.worker_id, f"a worker that hosts version {version}, which sampled the request (C1)", why
         )
-    if state.pools and target.held >= target.slots:
+    if state.pools and target.assigned >= target.slots:
         raise Conflict("--to", target.worker_id, "a worker with a free slot", why="has no free slot")
 
 
 def signal_row(state: State, row: int, signal: Signal) -> None:
-    """Signals the live handoff of a request, if it has one."""
     handoff = state.handoffs.get(row)
     if handoff is not None:
         signal_handoff(state, handoff, signal)
@@ -128,12 +126,12 @@ def signal_handoff(state: State, handoff: Handoff, signal: Signal) -> None:
         _close(state, handoff, signal)
     for action in actions:
         _ACTIONS[action](state, handoff)
-    if was_live and handoff.phase is Phase.ABORTED and handoff.kind is not Kind.RESUME:
+    if was_live and handoff.phase is Phase.ABORTED and handoff.kind is not HandoffKind.RESUME:
         _wait_for_turn(state, handoff)
 
 
 def _wait_for_turn(state: State, handoff: Handoff) -> None:
-    """Queues a session whose next turn was asked during its handoff, or that was moved for it."""
+    """Queues a session whose next turn was requested during its handoff, or that was moved for it."""
     row = handoff.row
     if state.requests["status"][row] == WAITING:
         queue = state.waiting.get(int(state.requests["version"][row]), ())
@@ -142,7 +140,6 @@ def _wait_for_turn(state: State, handoff: Handoff) -> None:
 
 
 def done(state: State, pending: Pending, event: on.CommandDone) -> None:
-    """The outcome of a handoff's command."""
     handoff = pending.handoff
     assert handoff is not None
     command = pending.command
@@ -177,7 +174,11 @@ def _copy_out_signal(event: on.CommandDone) -> Signal:
 
 def _copy_in_signal(state: State, handoff: Handoff, event: on.CommandDone) -> Signal:
     if event.ok:
-        return Signal.COPIED_IN if handoff.kind is not Kind.PARK or _has_room(state, handoff) else Signal.COPY_REFUSED
+        return (
+            Signal.COPIED_IN
+            if handoff.kind is not HandoffKind.PARK or _has_room(state, handoff)
+            else Signal.COPY_REFUSED
+        )
     return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_REFUSED
 
 
@@ -206,7 +207,6 @@ def overdue(state: State) -> None:
 
 
 def _close(state: State, handoff: Handoff, signal: Signal) -> None:
-    """Ends a handoff: the request has one owner or none."""
     row = handoff.row
     del state.handoffs[row]
     state.requests["moving"][row] = False
@@ -220,7 +220,7 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
         state.worklist.changed(target.index)
     state.requests["claim_inbound"][row] = 0
     state.worklist.wake()
-    if handoff.kind is Kind.RESUME:
+    if handoff.kind is HandoffKind.RESUME:
         if handoff.phase is Phase.ABORTED:
             _wait_again(state, handoff, signal)
         return
@@ -265,7 +265,7 @@ def _commit(state: State, handoff: Handoff) -> None:
         return
     arrive(state, row, target)
     state.requests["moves"][row] += 1
-    if handoff.kind is Kind.RESUME:
+    if handoff.kind is HandoffKind.RESUME:
         state.counters.requests_resumed += 1
     else:
         state.counters.migrations_kv += 1
@@ -310,7 +310,7 @@ def _copy_in(state: State, handoff: Handoff) -> None:
 def _thaw_source(state: State, handoff: Handoff) -> None:
     source = state.end(handoff.source)
     assert source is not None
-    if handoff.kind is Kind.RESUME and not state.requests["pool"][handoff.row]:
+    if handoff.kind is HandoffKind.RESUME and not state.requests["pool"][handoff.row]:
         return  # the pool was told to drop it
     state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
 
@@ -324,11 +324,11 @@ def _cancel_target(state: State, handoff: Handoff) -> None:
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:
     """Re-prefills the request at its target. In a pool it waits to be re-prefilled elsewhere."""
-    if handoff.kind is Kind.RESUME:
+    if handoff.kind is HandoffKind.RESUME:
         return  # it waits again (``_close``)
     row = handoff.row
     send_back(state, row)
-    if handoff.kind is Kind.PARK or state.requests["status"][row] == IDLE:
+    if handoff.kind is HandoffKind.PARK or state.requests["status"][row] == IDLE:
         return
     leave_queue(state, row)
     start(state, row, state.workers[handoff.target])
@@ -336,7 +336,7 @@ def _restart_at_target(state: State, handoff: Handoff) -> None:
 
 
 def _orphan(state: State, handoff: Handoff) -> None:
-    if handoff.kind is Kind.RESUME:
+    if handoff.kind is HandoffKind.RESUME:
         return  # it waits again (``_close``)
     if state.owner(handoff.row) is not None:
         state.take_away(handoff.row)
@@ -347,10 +347,10 @@ def _release_snapshot(state: State, handoff: Handoff) -> None:
     state.out.append(do.ReleaseSnapshot(handoff.locator))
 
 
-_COPIES: Final[dict[Kind, type[do.CopyOut]]] = {
-    Kind.MOVE: do.CopyOut,
-    Kind.PARK: do.Park,
-    Kind.RESUME: do.Resume,
+_COPIES: Final[dict[HandoffKind, type[do.CopyOut]]] = {
+    HandoffKind.MOVE: do.CopyOut,
+    HandoffKind.PARK: do.Park,
+    HandoffKind.RESUME: do.Resume,
 }
 _ACTIONS = {
     Action.COPY_OUT: _copy_out,

@@ -1,4 +1,4 @@
-"""The core's learnt estimates as a text that outlives it: step times, pace of tokens, lengths, trials of window sizes.
+"""The core's learned estimates as a text that outlives it: step times, pace of tokens, lengths, trials of window sizes.
 No promise depends on it; without it strategies start from their defaults.
 
 Stores global and per-task length statistics, not per-prompt history.
@@ -12,17 +12,17 @@ from dora.core.state import State
 VERSION: Final = 1
 
 
-def learnt(state: State) -> str:
+def snapshot(state: State) -> str:
     """Returns a JSON text of some kilobytes."""
     parts: dict[str, Any] = {
         "version": VERSION,
-        "need": state.freshness.learnt(state.now_s),
-        "rhythm": state.rates.learnt(state.now_s),
-        "lengths": state.predictor.learnt(),
-        "pauses": state.pauses.learnt(),
+        "need": state.freshness.snapshot(state.now_s),
+        "rhythm": state.rates.snapshot(state.now_s),
+        "lengths": state.predictor.snapshot(),
+        "pauses": state.pauses.snapshot(),
     }
     if state.adaptive is not None:
-        parts["adaptive"] = state.adaptive.learnt()
+        parts["adaptive"] = state.adaptive.snapshot()
     return json.dumps(parts, separators=(",", ":"))
 
 
@@ -32,16 +32,16 @@ def without_window(text: str) -> str:
     return json.dumps({name: part for name, part in parts.items() if name != "adaptive"}) if parts else ""
 
 
-def learn_again(state: State, text: str) -> None:
+def restore(state: State, text: str) -> None:
     """Restores estimates; a text of another version is ignored."""
     parts = json.loads(text)
     if parts["version"] != VERSION:
         return
-    state.freshness.learn_again(parts["need"], state.now_s)
-    state.rates.learn_again(parts["rhythm"], state.now_s)
-    state.predictor.learn_again(parts["lengths"])
+    state.freshness.restore(parts["need"], state.now_s)
+    state.rates.restore(parts["rhythm"], state.now_s)
+    state.predictor.restore(parts["lengths"])
     if "pauses" in parts:  # an older DORA knew none
-        state.pauses.learn_again(parts["pauses"])
+        state.pauses.restore(parts["pauses"])
     if state.adaptive is not None and "adaptive" in parts:
-        state.adaptive.learn_again(parts["adaptive"])
+        state.adaptive.restore(parts["adaptive"])
         state.freshness.price = state.adaptive.price

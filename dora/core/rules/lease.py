@@ -21,7 +21,6 @@ COMMITS_FIRST: Final = 2  # before these the pace is unknown: a first step compi
 
 
 def attached(state: State) -> None:
-    """Begins the lease of a trainer that has attached."""
     state.lease = Lease(looked_s=state.now_s)
 
 
@@ -77,6 +76,5 @@ def overdue(state: State) -> None:
 
 
 def _is_its_turn(state: State) -> bool:
-    """Returns whether the trainer holds something that the service waits for."""
     waits = state.stream_step is None and bool(state.leased or state.finished or state.rejected)
     return waits and bool(state.trainer_epoch) and not state.window.closed and not state.evaluations.running

@@ -261,7 +261,6 @@ def retire(state: State) -> None:
 
 
 def _retire(state: State, version: int) -> None:
-    """Deletes a version's weights."""
     arrival.forgotten(state, version)
     state.proven.discard(version)
     state.out.append(do.RetireVersion(version))
@@ -276,7 +275,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
         _free(state, group)
         state.counters.groups_trained += 1
     state.leased.clear()
-    state.asked.clear()  # a commit implies that all rejected versions were republished
+    state.to_republish.clear()  # a commit implies that all rejected versions were republished
     state.window.publish()
     lease.committed(state)
     state.freshness.published(state.now_s, event.waited_s)
@@ -284,7 +283,6 @@ def commit(state: State, event: on.StepCommitted) -> None:
 
 
 def _staleness(state: State, step: int) -> float:
-    """The mean staleness of the step's groups."""
     groups = list(state.leased)
     return step - float(state.groups["version"][groups].mean()) if groups else 0.0
 
@@ -337,11 +335,11 @@ def _not_the_open(step: int, state: State) -> Conflict:
     return Conflict("step", step, f"{state.window.newest}, the first that is not committed", why="is not the open step")
 
 
-def check_epoch(given: int, present: int) -> None:
+def check_epoch(trainer_epoch: int, present: int) -> None:
     """Raises Conflict if a call comes from a trainer other than the one that attached last."""
-    if given != present:
+    if trainer_epoch != present:
         raise Conflict(
-            "trainer_epoch", given, str(present), why="has ended, because another trainer has attached since"
+            "trainer_epoch", trainer_epoch, str(present), why="has ended, because another trainer has attached since"
         )
 
 

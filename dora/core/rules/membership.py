@@ -71,13 +71,18 @@ def keepable(state: State, version: int, requests: Mapping[str, int]) -> list[in
     """The rows of those sessions between two turns of which a reattached worker has exactly what was sampled and given
     before the next turn. ``requests``: its tokens of each.
     """
-    columns = state.requests.columns("status", "version", "tokens", "given", "pool", "worker", "moving")
+    columns = state.requests.columns("status", "version", "tokens", "input_tokens", "pool", "worker", "moving")
     found: list[int] = []
     for name, held in requests.items():
         if (row := state.request_row.get(name)) is not None:
-            status, of_version, tokens, given, pool, worker, moving = (int(column[row]) for column in columns)
-            is_between = status == IDLE or (status == WAITING and given > 0)
-            if is_between and of_version == version and held == tokens - given and not (pool or worker or moving):
+            status, of_version, tokens, input_tokens, pool, worker, moving = (int(column[row]) for column in columns)
+            is_between = status == IDLE or (status == WAITING and input_tokens > 0)
+            if (
+                is_between
+                and of_version == version
+                and held == tokens - input_tokens
+                and not (pool or worker or moving)
+            ):
                 found.append(row)
     return found
 
@@ -101,7 +106,7 @@ def lost(state: State, event: on.WorkerLost) -> bool:
     return True
 
 
-def drain(state: State, event: on.DrainAsked) -> None:
+def drain(state: State, event: on.DrainRequested) -> None:
     """Marks a worker to be drained; it leaves once it is empty."""
     worker = state.workers.get(event.worker_id)
     if worker is None:

@@ -29,14 +29,14 @@ def joined(state: State, event: on.PoolJoined) -> None:
 
 
 def _parks_again(state: State, row: int, pool: Pool, tokens: int) -> bool:
-    """Returns whether a reattached pool may keep this request: it has all tokens but those of an asked turn, and the
+    """Returns whether a reattached pool may keep this request: it has all tokens but those of a requested turn, and the
     request has its KV nowhere else.
     """
-    status, given, moving, of_pool, worker = (
-        state.requests[name][row] for name in ("status", "given", "moving", "pool", "worker")
+    status, input_tokens, moving, of_pool, worker = (
+        state.requests[name][row] for name in ("status", "input_tokens", "moving", "pool", "worker")
     )
     waits = status in (WAITING, IDLE) and not (moving or of_pool or worker)
-    return bool(waits) and tokens == state.requests["tokens"][row] - given and state.kv_of(row) <= pool.free
+    return bool(waits) and tokens == state.requests["tokens"][row] - input_tokens and state.kv_of(row) <= pool.free
 
 
 def lost(state: State, event: on.PoolLost) -> bool:
@@ -75,6 +75,5 @@ def forget(state: State, row: int) -> None:
 
 
 def _pool_at(state: State, pool_id: str, epoch: int) -> Pool | None:
-    """The living pool of this id and epoch; None if either is over."""
     pool = state.pools.get(pool_id)
     return pool if pool is not None and pool.epoch == epoch else None

@@ -8,8 +8,8 @@ from dora.core.state import IDLE, State
 def start(state: State, row: int, worker: Worker) -> None:
     """Sends a request without an owner to a worker: new, or resumed by re-prefilling its delivered tokens."""
     state.give(row, worker)
-    given = int(state.requests["given"][row])
-    resumed = int(state.requests["tokens"][row]) > given
+    input_tokens = int(state.requests["input_tokens"][row])
+    resumed = int(state.requests["tokens"][row]) > input_tokens
     command = do.StartRequest(
         worker.worker_id,
         worker.epoch,
@@ -21,12 +21,12 @@ def start(state: State, row: int, worker: Worker) -> None:
     state.requests["starting"][row] = command.command_id
     state.send(command)
     state.counters.migrations_reprefill += resumed
-    state.counters.turns_reprefilled += bool(given)
-    state.requests["given"][row] = state.requests["left"][row] = 0
+    state.counters.turns_reprefilled += bool(input_tokens)
+    state.requests["input_tokens"][row] = state.requests["left"][row] = 0
 
 
 def extend(state: State, row: int, worker: Worker) -> None:
-    """Begins the asked turn of a session on the worker with its KV; the session is in no queue."""
+    """Begins the requested turn of a session on the worker with its KV; the session is in no queue."""
     kv_tokens = state.kv_of(row)
     if state.owner(row) is worker:
         state.take_away(row)
@@ -34,19 +34,19 @@ def extend(state: State, row: int, worker: Worker) -> None:
     state.give(row, worker)
     command = do.ExtendRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row])
     state.requests["starting"][row] = command.command_id
-    state.requests["given"][row] = state.requests["left"][row] = 0
+    state.requests["input_tokens"][row] = state.requests["left"][row] = 0
     state.send(command)
     state.counters.turns_resumed += 1
 
 
 def arrive(state: State, row: int, worker: Worker) -> None:
     """Continues a request whose KV has arrived at a worker, or keeps it there until its next turn."""
-    status, asked = state.requests["status"][row], bool(state.requests["given"][row])
-    if status == IDLE or (asked and worker.held >= worker.slots):
+    status, has_turn = state.requests["status"][row], bool(state.requests["input_tokens"][row])
+    if status == IDLE or (has_turn and worker.assigned >= worker.slots):
         state.keep(row, worker)
         worker.kv_change += state.kv_of(row)
         queue_again(state, row)
-    elif asked:
+    elif has_turn:
         extend(state, row, worker)
     else:
         state.give(row, worker)
@@ -64,7 +64,6 @@ def queue_again(state: State, row: int) -> None:
 
 
 def remove(state: State, row: int) -> None:
-    """Takes a request off its worker, which frees its KV."""
     worker = state.move_off(row)
     state.send(do.RemoveRequest(worker.worker_id, worker.epoch, state.command_id(), state.request_id[row]))
 

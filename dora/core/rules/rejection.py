@@ -102,7 +102,7 @@ def has_to_come(state: State, version: int) -> bool:
 
 def was_found(state: State, version: int) -> bool:
     """Returns whether the trainer was asked to republish the version, and that has become needless."""
-    return version in state.asked and not has_to_come(state, version)
+    return version in state.to_republish and not has_to_come(state, version)
 
 
 def found(state: State, version: int) -> None:
@@ -135,7 +135,7 @@ def republished(state: State, version: int) -> None:
     """Treats a republished version as newly published. Loads of its earlier weights are ignored."""
     state.rejected.pop(version, None)  # an unavailable version is not in it after its last response has ended
     state.unavailable.pop(version, None)
-    state.asked.discard(version)
+    state.to_republish.discard(version)
     for worker in state.workers.values():
         worker.load_is_void |= worker.loading == version
     _release(state, version)
@@ -155,7 +155,7 @@ def _reject(state: State, version: int, suspect: SuspectVersion) -> None:
 
 def _rejected(state: State, rejection: do.RejectVersion) -> None:
     state.rejected[rejection.version] = rejection
-    state.asked.add(rejection.version)
+    state.to_republish.add(rejection.version)
     state.window.reject(rejection.version)
     state.stream_step = None
     state.counters.versions_rejected += 1
@@ -176,7 +176,7 @@ def _ask_another(state: State, version: int, suspect: SuspectVersion, working: S
         second = min(
             able,
             key=lambda w: (
-                w.worker_id in suspect.refusals, w.loading != version, w.target != version, w.held, w.index
+                w.worker_id in suspect.refusals, w.loading != version, w.target != version, w.assigned, w.index
             ),
         )  # fmt: skip
         suspect.second, second.target = second.worker_id, version
@@ -185,6 +185,5 @@ def _ask_another(state: State, version: int, suspect: SuspectVersion, working: S
 
 
 def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
-    """In its present epoch."""
     refusal = suspect.refusals.get(worker.worker_id)
     return refusal is not None and refusal.epoch == worker.epoch

@@ -49,11 +49,11 @@ def restored(state: State, event: on.Restored) -> None:
     if state.adaptive is not None:
         state.adaptive.size = event.window_versions
     if event.learnt:
-        learning.learn_again(state, event.learnt)
+        learning.restore(state, event.learnt)
     rows = _enter_all(state, event)
     for rejection in event.rejected:
         state.rejected[rejection.version] = rejection
-        state.asked.add(rejection.version)
+        state.to_republish.add(rejection.version)
         window.reject(rejection.version)
     begun = np.unique(state.requests["version"][rows[state.requests["tokens"][rows] > 0]])
     state.proven.update(version for version in begun.tolist() if version >= event.retired)
@@ -71,7 +71,6 @@ def restored(state: State, event: on.Restored) -> None:
 
 
 def _checked(state: State, event: on.Restored) -> Window:
-    """Returns the window if the whole event is consistent."""
     is_fresh = not (state.commands_sent or state.groups_named or state.trainer_epoch or state.workers or state.pools)
     if not is_fresh:
         raise Conflict("restored", "a core that has handled events", "a core's first event", why="comes too late")
@@ -123,7 +122,6 @@ def _done(event: on.Restored) -> set[str]:
     ends = np.cumsum(sizes)
 
     def count(*statuses: int) -> Column:
-        """The number of each group's requests in these stages."""
         chosen = np.isin(event.requests.stages, [STAGES.index(status) for status in statuses])
         before: Column = np.concatenate(([0], np.cumsum(chosen)))
         return before[ends] - before[ends - sizes]
@@ -138,9 +136,9 @@ def _done(event: on.Restored) -> set[str]:
 
 def _enter_all(state: State, event: on.Restored) -> Column:
     """Fills the cells of all groups and requests. Returns the requests' rows."""
-    requests, groups, given = state.requests, state.groups, event.requests
-    requests.take(given.rows)
-    rows: Column = given.rows.astype(np.int64)
+    requests, groups, restored = state.requests, state.groups, event.requests
+    requests.take(restored.rows)
+    rows: Column = restored.rows.astype(np.int64)
     if not event.groups:
         return rows
     enter(
@@ -151,17 +149,17 @@ def _enter_all(state: State, event: on.Restored) -> Column:
         [each.deadline for each in event.groups],
         rows.tolist(),
     )
-    requests["tokens"][rows] = given.tokens
-    requests["status"][rows] = np.array(STAGES, np.int8)[given.stages]
-    _enter_sessions(state, rows, given)
+    requests["tokens"][rows] = restored.tokens
+    requests["status"][rows] = np.array(STAGES, np.int8)[restored.stages]
+    _enter_sessions(state, rows, restored)
     places = np.array([state.group_row[each.group_id] for each in event.groups], np.int64)
     groups["admitted_s"][places] = state.now_s - np.array([each.age_s for each in event.groups])
     of_group = requests["group"][rows]
-    unfinished = (given.stages == STAGES.index(WAITING)) | (given.stages == STAGES.index(IDLE))
-    unscored = unfinished | (given.stages == STAGES.index(FINISHED))
+    unfinished = (restored.stages == STAGES.index(WAITING)) | (restored.stages == STAGES.index(IDLE))
+    unscored = unfinished | (restored.stages == STAGES.index(FINISHED))
     for name, stages in (("unfinished", unfinished), ("unscored", unscored)):
         groups[name][places] = np.bincount(of_group[stages], minlength=groups.capacity)[places]
-    for group in np.unique(of_group[given.stages == STAGES.index(DORMANT)]).tolist():
+    for group in np.unique(of_group[restored.stages == STAGES.index(DORMANT)]).tolist():
         state.undecided[group] = ()
     for each in event.groups:
         if each.rewards:
@@ -175,17 +173,17 @@ def _enter_all(state: State, event: on.Restored) -> Column:
     return rows
 
 
-def _enter_sessions(state: State, rows: Column, given: on.RestoredRequests) -> None:
+def _enter_sessions(state: State, rows: Column, restored: on.RestoredRequests) -> None:
     """Fills the cells of sessions. Their time limits start again."""
     requests = state.requests
-    requests["began_s"][rows] = np.where(given.tokens > 0, state.now_s, 0.0)
-    if len(given.given):
-        requests["given"][rows] = given.given
-    own = np.flatnonzero(given.own_prompts)
-    requests["prompt_tokens"][rows[own]] = given.own_prompts[own]
+    requests["began_s"][rows] = np.where(restored.tokens > 0, state.now_s, 0.0)
+    if len(restored.given):
+        requests["input_tokens"][rows] = restored.given
+    own = np.flatnonzero(restored.own_prompts)
+    requests["prompt_tokens"][rows[own]] = restored.own_prompts[own]
     for row in rows[requests["status"][rows] == IDLE].tolist():
         state.idles(row)
-    for row, attempt in zip(rows.tolist(), given.attempts.tolist(), strict=False):
+    for row, attempt in zip(rows.tolist(), restored.attempts.tolist(), strict=False):
         if attempt:
             requests["attempt"][row] = attempt
             state.rename(row, attempt_id(state.request_id[row], attempt))
@@ -225,7 +223,7 @@ def durable(state: State) -> on.Restored:
             requests["tokens"][rows].astype(np.int32),
             stages.astype(np.uint8),
             requests["attempt"][rows].astype(np.uint8),
-            requests["given"][rows].astype(np.int32),
+            requests["input_tokens"][rows].astype(np.int32),
             np.where(requests["prompt_tokens"][rows] != of_groups, requests["prompt_tokens"][rows], 0).astype(np.int32),
         ),
         leased=tuple(names[group] for group in state.leased),
@@ -233,7 +231,7 @@ def durable(state: State) -> on.Restored:
         left_behind=window.left_behind,
         short_step=state.short_step,
         rejected=tuple(rejection for _, rejection in sorted(state.rejected.items())),
-        learnt=learning.learnt(state),
+        learnt=learning.snapshot(state),
         counters={field.name: getattr(state.counters, field.name) for field in fields(Counters)},
     )
 

@@ -30,7 +30,6 @@ def drop_surplus(state: State) -> None:
 
 
 def spare_groups(fraction: float, groups_per_step: int) -> int:
-    """The number of groups of a step that may be dropped."""
     return int(fraction * groups_per_step + 1e-9)
 
 

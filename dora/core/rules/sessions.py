@@ -1,6 +1,6 @@
 """Sessions: responses of several turns. Between two turns a session is idle, and its tools run.
 
-    RUNNING ──turn ended──▶ IDLE ──turn asked──▶ WAITING ──placed──▶ RUNNING
+    RUNNING ──turn ended──▶ IDLE ──turn requested──▶ WAITING ──placed──▶ RUNNING
                              │ └──ended──▶ FINISHED
                              └──timed out, failed──▶ FINISHED without reward, or replaced
 
@@ -39,14 +39,14 @@ ATTEMPTS_MAX: Final = 255  # replacements of one session, as the journal counts 
 # ------------------------------------------------------------------------------------------------------------- turns
 
 
-def asked(state: State, event: on.TurnAsked) -> None:
+def requested(state: State, event: on.TurnRequested) -> None:
     """Queues the next turn of an idle session. It begins at once if the worker with its KV has a free slot.
 
     Raises NotFound, InvalidValue, or Conflict for a session that is not idle.
     """
     row = check_idle(state, event.request_id)
     requests = state.requests
-    check_asked(event, int(requests["prompt_tokens"][row]), int(requests["tokens"][row]))
+    check_requested(event, int(requests["prompt_tokens"][row]), int(requests["tokens"][row]))
     is_fork = event.is_prompt or event.after_tokens != on.NO_FORK
     after = event.after_tokens if is_fork else int(requests["tokens"][row])
     if is_fork:
@@ -60,7 +60,7 @@ def asked(state: State, event: on.TurnAsked) -> None:
     if event.is_prompt:
         requests["prompt_tokens"][row], requests["tokens"][row] = event.tokens, 0
     else:
-        requests["given"][row], requests["tokens"][row] = event.tokens, after + event.tokens
+        requests["input_tokens"][row], requests["tokens"][row] = event.tokens, after + event.tokens
     requests["status"][row] = RequestStatus.WAITING
     if requests["moving"][row]:
         return  # it goes on when its handoff has ended
@@ -71,7 +71,7 @@ def asked(state: State, event: on.TurnAsked) -> None:
         placement.queue_again(state, row)
 
 
-def check_asked(event: on.TurnAsked, prompt_tokens: int, tokens: int) -> None:
+def check_requested(event: on.TurnRequested, prompt_tokens: int, tokens: int) -> None:
     """``prompt_tokens`` and ``tokens``: of the session's branch. Raises InvalidValue, or Conflict for a session that
     has no prompt and gets none.
     """
@@ -85,7 +85,7 @@ def check_asked(event: on.TurnAsked, prompt_tokens: int, tokens: int) -> None:
         raise Conflict("session", event.request_id, "a turn that brings the prompt", why="has no prompt")
 
 
-def _fork(state: State, row: int, event: on.TurnAsked) -> None:
+def _fork(state: State, row: int, event: on.TurnRequested) -> None:
     """Leaves the branch of a session. Its KV stays where it is if the turn follows a place of the branch."""
     requests = state.requests
     if event.is_on_branch and (requests["worker"][row] or requests["pool"][row] or requests["moving"][row]):
@@ -124,7 +124,6 @@ def failed(state: State, event: on.SessionFailed) -> None:
 
 
 def overdue(state: State) -> None:
-    """Ends or replaces the sessions that have exceeded a time limit."""
     limits, requests = state.config.sessions, state.requests
     status, session, began_s = requests.columns("status", "session", "began_s")
     late: dict[int, str] = {}
@@ -134,7 +133,7 @@ def overdue(state: State) -> None:
         late |= dict.fromkeys(total.tolist(), f"it took longer than {limits.total_timeout_s:g} s {TOTAL}")
     if limits.idle_timeout_s and state.idle:
         idle = np.flatnonzero((status == IDLE) & (state.now_s - requests["idle_s"] >= limits.idle_timeout_s))
-        late |= dict.fromkeys(idle.tolist(), f"no turn was asked in {limits.idle_timeout_s:g} s")
+        late |= dict.fromkeys(idle.tolist(), f"no turn was requested in {limits.idle_timeout_s:g} s")
     for row, reason in late.items():
         if row not in state.request_id or requests["status"][row] in (FINISHED, RequestStatus.SCORED):
             continue  # the group of an earlier one was cancelled
@@ -145,7 +144,6 @@ def overdue(state: State) -> None:
 
 
 def _session(state: State, request_id: str) -> int:
-    """The row of a session that has not ended."""
     row = state.request_row.get(request_id)
     if row is None or not state.requests["session"][row]:
         raise NotFound("session", request_id, "an open session", why="is not open")
@@ -160,8 +158,7 @@ def _task(state: State, row: int) -> str:
 
 
 def _can_run(state: State, row: int, worker: Worker) -> bool:
-    """Returns whether a worker with the session's KV has a slot for it now."""
-    return worker.hosts == state.requests["version"][row] and worker.held < worker.slots
+    return worker.hosts == state.requests["version"][row] and worker.assigned < worker.slots
 
 
 # --------------------------------------------------------------------------------------------------------------- ends
@@ -205,7 +202,7 @@ def _replace(state: State, row: int, reason: str, *, is_spared: bool = False) ->
     attempt += 1
     new_id = attempt_id(old_id, attempt)
     requests["attempt"][row], requests["spared"][row] = attempt, spared + is_spared
-    for name in ("tokens", "given", "left", "paused_s", "moves", "began_s", "rests_until_s"):
+    for name in ("tokens", "input_tokens", "left", "paused_s", "moves", "began_s", "rests_until_s"):
         requests[name][row] = 0
     state.rename(row, new_id)
     state.counters.sessions_replaced += 1
@@ -222,10 +219,14 @@ def _replace(state: State, row: int, reason: str, *, is_spared: bool = False) ->
 
 
 def resume(state: State) -> None:
-    """Begins asked turns where their KV is, as slots have become free there."""
-    for index in sorted(state.asked_at):
+    """Begins requested turns where their KV is, as slots have become free there."""
+    for index in sorted(state.waiting_turns_at):
         worker = state.worker_list[index]
-        while worker is not None and worker.asked and _can_run(state, row := next(iter(worker.asked)), worker):
+        while (
+            worker is not None
+            and worker.waiting_turns
+            and _can_run(state, row := next(iter(worker.waiting_turns)), worker)
+        ):
             placement.leave_queue(state, row)
             placement.extend(state, row, worker)
 
@@ -263,9 +264,8 @@ def _relieve(state: State, worker: Worker) -> None:
 
 
 def _by_pause(state: State, worker: Worker) -> list[int]:
-    """The idle sessions that this worker keeps, the longest pause first."""
     moving, idle_s = state.requests.columns("moving", "idle_s")
-    idle = [row for row in worker.kept if row not in worker.asked and not moving[row]]
+    idle = [row for row in worker.kept if row not in worker.waiting_turns and not moving[row]]
     return sorted(idle, key=lambda row: (idle_s[row], row))
 
 
@@ -277,7 +277,7 @@ def make_room(state: State) -> None:
         return
     for version, need in _needs(state):
         for worker in state.workers_of(version):
-            if worker.held < worker.slots and _lacks(state, worker, need) and _longest_pause(state, worker):
+            if worker.assigned < worker.slots and _lacks(state, worker, need) and _longest_pause(state, worker):
                 break
 
 
@@ -330,7 +330,6 @@ def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, d
 
 
 def _roomiest(state: State, row: int, source: Worker, context: int) -> Worker | None:
-    """The other worker of the session's version with the most free KV, if that is enough."""
     workers = state.workers_of(int(state.requests["version"][row]))
     fit = [worker for worker in workers if worker is not source and _free(state, worker) >= context]
     return max(fit, key=lambda worker: (_free(state, worker), -worker.index), default=None)
@@ -341,5 +340,4 @@ def _free(state: State, worker: Worker) -> float:
 
 
 def _most(state: State, worker: Worker) -> float:
-    """The KV of a worker that is used before it is under pressure."""
     return state.config.balance.pressure * worker.kv_tokens

@@ -62,7 +62,6 @@ def _longest_context(state: State, worker: Worker) -> int:
 
 
 def overdue(state: State) -> None:
-    """Replaces the workers and pools that have made no progress for too long."""
     if not state.config.workers.stall_timeout_s:
         return
     for worker in list(state.workers.values()):

@@ -30,7 +30,6 @@ _DRAW_LIMIT: Final = 2**31
 
 
 def is_resumed(extra_args: Mapping[str, Any] | None) -> bool:
-    """Returns whether a request has outputs or draws already."""
     return OUTPUTS_KEY in (extra_args or {})
 
 

@@ -20,7 +20,6 @@ _WEIGHTS: Final = ("w13_weight", "w2_weight")
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[Any, CPUUnquantizedExperts]]:
-    """Yields each layer of packed experts with the owner of its kernel."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)

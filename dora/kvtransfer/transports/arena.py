@@ -83,17 +83,17 @@ class Arena:
 
         Raises SnapshotRefused if the file system is full.
         """
-        wanted = -(-size_bytes // STEP_BYTES) * STEP_BYTES
+        rounded_bytes = -(-size_bytes // STEP_BYTES) * STEP_BYTES
         with self._lock:
             self._collect()
-            found = next((index for index, (_, size) in enumerate(self._free) if size >= wanted), None)
+            found = next((index for index, (_, size) in enumerate(self._free) if size >= rounded_bytes), None)
             if found is None:
                 return None
             at, size = self._free[found]
-            self._grow(STATE_BYTES + at + wanted)
-            self._free[found : found + 1] = [(at + wanted, size - wanted)] if size > wanted else []
+            self._grow(STATE_BYTES + at + rounded_bytes)
+            self._free[found : found + 1] = [(at + rounded_bytes, size - rounded_bytes)] if size > rounded_bytes else []
         root = np.frombuffer(self._mapped, np.uint8, size_bytes, STATE_BYTES + at)
-        weakref.finalize(root, self._back.append, (at, wanted)).atexit = False
+        weakref.finalize(root, self._back.append, (at, rounded_bytes)).atexit = False
         return root
 
     def prepare(self, size_bytes: int) -> None:
@@ -106,7 +106,6 @@ class Arena:
         return int(array.ctypes.data) - self._address
 
     def lent_bytes(self) -> int:
-        """Bytes in use now."""
         with self._lock:
             self._collect()
             return self.most_bytes - sum(size for _, size in self._free)
@@ -129,7 +128,6 @@ class Arena:
         os.close(self._descriptor)
 
     def _collect(self) -> None:
-        """Returns freed ranges to the free list and merges adjacent ones."""
         if not self._back:
             return
         back = [self._back.popleft() for _ in range(len(self._back))]

@@ -141,7 +141,6 @@ class NixlSender(Sender):
         self._registered.append(self._agent.register_memory([(*place.at, "")], place.kind))
 
     def _write(self, stream: Stream, head: dict[str, Any], place: _Place) -> None:
-        """Begins to write a chunk."""
         kind, device = self._there
         with _failing():
             here = self._agent.get_xfer_descs([place.at], place.kind)
@@ -170,7 +169,6 @@ class NixlSender(Sender):
         self._agent = None
 
     def _announce(self) -> None:
-        """Announces the oldest chunk after it was written."""
         handle, stream, head = self._pending.popleft()
         self._wait(handle)
         send_chunk(stream, head)
@@ -228,7 +226,6 @@ class NixlReceiver(Receiver):
 
 @contextlib.contextmanager
 def _failing(as_error: type[DoraError] = TransferFailed) -> Iterator[None]:
-    """Raises NIXL's exceptions as a transport failure."""
     try:
         yield
     except DoraError:

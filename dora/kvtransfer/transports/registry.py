@@ -81,12 +81,10 @@ TRANSPORTS: Final[dict[str, Transport]] = {
 
 
 def is_installed(name: str) -> bool:
-    """Whether this process could use the transport; False for an unknown one."""
     return name in TRANSPORTS and TRANSPORTS[name].available()
 
 
 def installed() -> tuple[str, ...]:
-    """The transports that this process could use."""
     return tuple(name for name in TRANSPORTS if is_installed(name))
 
 

@@ -34,7 +34,7 @@ _OWNER: Final = re.compile(r"[0-9a-z]{1,32}")
 _SEGMENT: Final = re.compile(r"[0-9a-f]{32}\.kv")
 
 
-class Segment(Sized):
+class MappedFile(Sized):
     """One file, mapped for writing. ``name`` is its path below the folder of all owners."""
 
     def __init__(self, folder: Path, owner: str, capacity_bytes: int) -> None:
@@ -78,7 +78,7 @@ class Segment(Sized):
             self._file.unlink(missing_ok=True)
 
 
-class SegmentPool(Shelf[Segment]):
+class SegmentPool(Shelf[MappedFile]):
     """The segments of one owner. A full file system refuses a segment and leaves no file."""
 
     def __init__(self, folder: Path, owner: str, most_bytes: int) -> None:
@@ -90,9 +90,9 @@ class SegmentPool(Shelf[Segment]):
         self._folder, self._owner = folder, owner
         (folder / owner).mkdir(mode=0o700)
         self._lock_descriptor = hold_new(folder / owner / LOCK_FILE)
-        self._lent: list[Segment] = []
+        self._lent: list[MappedFile] = []
 
-    def lend(self, size_bytes: int) -> Segment | None:
+    def lend(self, size_bytes: int) -> MappedFile | None:
         """A segment, lent until the target returns it or ``discard`` is called; None if too much is lent."""
         segment = self.take(size_bytes)
         if segment is not None:
@@ -101,7 +101,7 @@ class SegmentPool(Shelf[Segment]):
                 self._lent.append(segment)
         return segment
 
-    def discard(self, segment: Segment, turn: int) -> None:
+    def discard(self, segment: MappedFile, turn: int) -> None:
         """Removes a segment whose target may never return it, unless it was returned and lent again."""
         with self._lock:
             if segment in self._lent and segment.turn == turn:
@@ -109,17 +109,16 @@ class SegmentPool(Shelf[Segment]):
                 self._forget(segment)
 
     def close(self) -> None:
-        """Removes everything of this owner."""
         with self._lock:
             self._free.clear()
             self._lent.clear()
         shutil.rmtree(self._folder / self._owner, ignore_errors=True)
         os.close(self._lock_descriptor)
 
-    def _make(self, capacity_bytes: int) -> Segment:
-        return Segment(self._folder, self._owner, capacity_bytes)
+    def _make(self, capacity_bytes: int) -> MappedFile:
+        return MappedFile(self._folder, self._owner, capacity_bytes)
 
-    def _returned(self) -> list[Segment]:
+    def _returned(self) -> list[MappedFile]:
         back = [segment for segment in self._lent if not segment.lent]
         self._lent = [segment for segment in self._lent if segment not in back]
         return back

@@ -16,7 +16,7 @@ from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.memory import Memory
 from dora.kvtransfer.transports.arena import Arena, MappedArena
-from dora.kvtransfer.transports.segments import MappedSegments, Segment, SegmentPool
+from dora.kvtransfer.transports.segments import MappedFile, MappedSegments, SegmentPool
 from dora.kvtransfer.transports.transport import Landing, Receiver, Sender, Sum, copied, pool_landing, send_chunk
 from dora.kvtransfer.wire import Frame, Stream
 
@@ -32,8 +32,8 @@ class ShmSender(Sender):
         self._arena: MappedArena | None = None
         self._place: np.ndarray | None = None
         self._at = 0  # offset in the arena
-        self._lent: list[tuple[Segment, int]] = []  # segments believed to be lent to this pair, each with its turn
-        self._current: Segment | None = None
+        self._lent: list[tuple[MappedFile, int]] = []  # segments believed to be lent to this pair, each with its turn
+        self._current: MappedFile | None = None
 
     def attach(self, ask: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         answer = ask({})

@@ -107,7 +107,7 @@ class Joining(threading.Thread):
             _abort(self._made)
 
 
-class Group:
+class TorchGroup:
     """One rank of a joined pair, for one thread. Its methods raise TransferFailed, or ``failure`` if that is given."""
 
     def __init__(self, backend: str, timeout_s: float, failure: type[DoraError] = TransferFailed) -> None:
@@ -119,7 +119,6 @@ class Group:
         self._stream: Any = None  # of NCCL
 
     def join(self, joining: Joining) -> None:
-        """Takes the group that ``joining`` creates."""
         with self.failing():
             self._group = joining.result()
             self._why_broken = ""
@@ -143,7 +142,6 @@ class Group:
                 work.wait(timedelta(seconds=max(0.001, ends_s - time.monotonic())))
 
     def close(self) -> None:
-        """Frees the group. May be repeated."""
         group, self._group = self._group, None
         self._why_broken = self._why_broken or "it is closed"
         _abort(group)

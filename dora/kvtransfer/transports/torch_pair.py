@@ -19,7 +19,7 @@ from dora.errors import SnapshotRefused, TransferFailed
 from dora.kvtransfer.checksum import Digest
 from dora.kvtransfer.device import DeviceMemory, OnDevice, whole
 from dora.kvtransfer.memory import Memory
-from dora.kvtransfer.transports.torch_group import DEVICES, Group, Joining
+from dora.kvtransfer.transports.torch_group import DEVICES, Joining, TorchGroup
 from dora.kvtransfer.transports.transport import (
     DeviceDigest,
     Landing,
@@ -51,7 +51,7 @@ class TorchSender(Sender):
         self._stream = stream
         self._timeout_s = timeout_s
         self._store: Any = None
-        self._group = Group(backend, timeout_s)
+        self._group = TorchGroup(backend, timeout_s)
         self._stages: list[_Stage] = []
         self._next = 0
 
@@ -124,7 +124,6 @@ class TorchSender(Sender):
         self._store = None
 
     def _wait(self, stage: "_Stage") -> None:
-        """Waits until everything sent from a stage has left."""
         works, stage.works = stage.works, []
         self._group.wait(works)
 
@@ -135,7 +134,7 @@ class TorchReceiver(Receiver):
         self.devices = (DEVICES[backend],)
         self._stream = stream
         self._timeout_s = timeout_s
-        self._group = Group(backend, timeout_s, SnapshotRefused)
+        self._group = TorchGroup(backend, timeout_s, SnapshotRefused)
 
     def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed as distributed
@@ -214,7 +213,6 @@ def _is_worth_a_message(part: memoryview) -> bool:
 
 
 def _shown(part: memoryview) -> Any:
-    """A part as a tensor, without a copy."""
     import torch
 
     return torch.frombuffer(part, dtype=torch.uint8)

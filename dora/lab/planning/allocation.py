@@ -49,8 +49,6 @@ class Split:
 
 
 class Training(Protocol):
-    """The time of a training step."""
-
     @property
     def least(self) -> int:
         """The minimum number of accelerators for training."""
@@ -109,7 +107,6 @@ class TrainingTime:
         return range(self.multiple, most + 1, self.multiple)
 
     def seconds(self, gpus: int) -> float:
-        """Time of one step on ``gpus`` accelerators."""
         if len(self.points) == 1:
             first, seconds = self.points[0]
             return seconds * first / gpus

@@ -35,9 +35,7 @@ def fullest_rank(ranks: int, experts_per_token: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Timed decode steps, one entry per step."""
-
+class DecodeSteps:
     running: Matrix
     kv: Matrix
     times_s: Matrix
@@ -50,7 +48,7 @@ class Steps:
         return float(np.square(steps_s / self.times_s - 1.0).sum())
 
 
-def fit_mixture(steps: Steps, experts: Experts, dense: CostModel) -> CostModel:
+def fit_mixture(steps: DecodeSteps, experts: Experts, dense: CostModel) -> CostModel:
     """``dense``, with an ``expert_fraction``, an ``imbalance`` or both if the steps support them.
 
     Each of the two must at least halve the squared error that remains without it, and the sampled numbers of requests
@@ -81,7 +79,7 @@ def _searches(experts: Experts) -> Iterator[tuple[Matrix, float]]:
     yield fractions, most
 
 
-def _best(steps: Steps, fractions: Matrix, most: float) -> CostModel:
+def _best(steps: DecodeSteps, fractions: Matrix, most: float) -> CostModel:
     """The model of least loss over the whole range of ``fractions``, by golden section near the best one tried."""
 
     def at(log_fraction: float) -> tuple[float, CostModel]:
@@ -107,7 +105,7 @@ def _best(steps: Steps, fractions: Matrix, most: float) -> CostModel:
     return min(tried, key=lambda pair: pair[0])[1]
 
 
-def _with_fraction(steps: Steps, fraction: float, most: float) -> CostModel:
+def _with_fraction(steps: DecodeSteps, fraction: float, most: float) -> CostModel:
     """The other coefficients of least loss: linear, given the number of requests up to which weights bound a step."""
     running, relative = steps.running, 1.0 / steps.times_s[:, None]
     sizes = np.unique(running).tolist()

@@ -43,7 +43,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ReplicaLayout:
     """``data`` replicas, and the memory that the fullest accelerator of one needs."""
 
     replica: Replica
@@ -56,7 +56,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One stage of a pipeline. ``embeddings``: of input and output, those it has; ``logits``: it is the last."""
 
     layers: float
@@ -87,14 +87,14 @@ def limit_bytes(hardware: Hardware) -> float:
     return hardware.memory_bytes * TRAINER_SHARE - RESERVE_BYTES
 
 
-def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
+def stages(model: ModelSpec, pipeline: int) -> tuple[PipelineStage, ...]:
     """The two stages that can be the fullest: the first, and the last, which has the logits; a single stage is both.
 
     Stages have whole blocks, divided so that no stage computes more than necessary; the last has fewer, to make up for
     its logits.
     """
     if pipeline == 1:
-        return (Stage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True),)
+        return (PipelineStage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True),)
     logits = model.embedding_parameters / (model.layer_active_parameters * model.block_layers)
 
     def weight(last: int) -> float:
@@ -103,8 +103,10 @@ def stages(model: ModelSpec, pipeline: int) -> tuple[Stage, ...]:
     evenly = max(1, floor((model.blocks + logits) / pipeline - logits))
     last = min((evenly, evenly + 1), key=weight)
     return (
-        Stage(_most(model, pipeline, last) * model.block_layers, embeddings=1, in_flight=pipeline, logits=False),
-        Stage(last * model.block_layers, embeddings=1, in_flight=1, logits=True),
+        PipelineStage(
+            _most(model, pipeline, last) * model.block_layers, embeddings=1, in_flight=pipeline, logits=False
+        ),
+        PipelineStage(last * model.block_layers, embeddings=1, in_flight=1, logits=True),
     )
 
 
@@ -128,7 +130,7 @@ def layer_activation_bytes(model: ModelSpec) -> float:
     return VALUE_BYTES * (4 * model.hidden_dim + model.attention_dim + 3 * model.ffn_dim + experts)
 
 
-def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
+def _footprint(model: ModelSpec, replica: Replica, stage: PipelineStage) -> Footprint:
     tokens = replica.micro_batch_tokens / replica.context
     layer_bytes = layer_activation_bytes(model) * tokens / replica.tensor
     input_bytes = VALUE_BYTES * model.hidden_dim * tokens / replica.tensor
@@ -146,7 +148,7 @@ def _footprint(model: ModelSpec, replica: Replica, stage: Stage) -> Footprint:
     )
 
 
-def stage_parameters(model: ModelSpec, stage: Stage) -> tuple[float, float]:
+def stage_parameters(model: ModelSpec, stage: PipelineStage) -> tuple[float, float]:
     """Parameters of a stage: those divided by tensor parallelism, and those of the experts."""
     share = stage.layers / model.layers
     layers = model.parameters - model.expert_parameters - model.embeddings * model.embedding_parameters

@@ -8,9 +8,9 @@ from math import ceil, gcd, inf, lcm
 from typing import Final
 
 from dora.lab.planning.hardware import NODE_GPUS, Hardware
-from dora.lab.planning.layout import Footprint, Layout, Replica, footprints, limit_bytes, stages
+from dora.lab.planning.layout import Footprint, Replica, ReplicaLayout, footprints, limit_bytes, stages
 from dora.lab.planning.models import ModelSpec
-from dora.lab.planning.pace import Batch, Pace, pace
+from dora.lab.planning.pace import Batch, ReplicaPace, pace
 
 CONTEXTS: Final = (1, 2, 4, 8)  # ranks that share a sequence
 # Limit of a micro-batch into which shorter responses are packed: smaller ones would be dominated by launches.
@@ -24,8 +24,8 @@ class Option:
     replica: Replica
     footprints: tuple[Footprint, ...]
     least_data: float  # minimum number of replicas for which it fits, not rounded
-    pace: Pace
-    even: Pace
+    pace: ReplicaPace
+    even: ReplicaPace
 
     @property
     def data_step(self) -> int:
@@ -38,13 +38,12 @@ class Option:
         return not rest and data >= self.least_data and not data % self.data_step
 
     def least_gpus(self, multiple: int) -> int:
-        """The smallest multiple of ``multiple`` on which it fits."""
         step = lcm(self.data_step, multiple // gcd(multiple, self.replica.gpus))
         return self.replica.gpus * step * ceil(self.least_data / step)
 
-    def layout(self, gpus: int) -> Layout:
+    def layout(self, gpus: int) -> ReplicaLayout:
         data = gpus // self.replica.gpus
-        return Layout(self.replica, data, max(part.on(data) for part in self.footprints))
+        return ReplicaLayout(self.replica, data, max(part.on(data) for part in self.footprints))
 
     def step_s(self, gpus: int) -> float:
         """Relative time of a step on ``gpus`` accelerators, which whole replicas fill."""

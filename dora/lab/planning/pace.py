@@ -11,7 +11,7 @@ from typing import Final
 
 from dora.lab.planning.drain import MICRO_BATCHES
 from dora.lab.planning.hardware import LAYER_S, NODE_GPUS, PREFILL_EFFICIENCY, Hardware
-from dora.lab.planning.layout import WEIGHT_AND_GRADIENT_BYTES, Replica, Stage, stage_parameters, stages
+from dora.lab.planning.layout import WEIGHT_AND_GRADIENT_BYTES, PipelineStage, Replica, stage_parameters, stages
 from dora.lab.planning.models import VALUE_BYTES, ModelSpec
 from dora.lab.planning.workload import StepWorkload
 
@@ -39,7 +39,7 @@ def batch_of(workload: StepWorkload) -> Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ReplicaPace:
     """The slowest stage of one replica.
 
     Per token: ``token_s`` to compute, ``send_token_s`` to exchange with ranks of the replica, ``pass_on_bytes`` to
@@ -77,20 +77,20 @@ class Pace:
         return UPDATES * ((micro_batches + replica.pipeline - 1) * micro_batch_s + reduce_s)
 
 
-def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, even: bool = False) -> Pace:
+def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, even: bool = False) -> ReplicaPace:
     """``even``: as if layers could be cut anywhere, so that all stages compute equally much."""
     parts = stages(model, replica.pipeline)
     forward_flop = max(_forward_flop(model, batch, stage) for stage in parts)
     fullest, again = parts[0], int(replica.recompute)
     if even:
         fullest = replace(fullest, layers=model.layers / replica.pipeline)
-        whole = Stage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True)
+        whole = PipelineStage(model.layers, embeddings=model.embeddings, in_flight=1, logits=True)
         forward_flop = min(forward_flop, _forward_flop(model, batch, whole) / replica.pipeline)
     token_flop = forward_flop * (PASSES + again)
     ranks = replica.tensor * replica.context
     dense, experts = stage_parameters(model, fullest)
     sent_s = _layer_send_s(model, hardware, replica) * fullest.layers
-    return Pace(
+    return ReplicaPace(
         replica=replica,
         batch=batch,
         hardware=hardware,
@@ -103,7 +103,7 @@ def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, e
     )
 
 
-def _forward_flop(model: ModelSpec, batch: Batch, stage: Stage) -> float:
+def _forward_flop(model: ModelSpec, batch: Batch, stage: PipelineStage) -> float:
     """Operations of one token in one stage: two per weight, and score and value of each token it attends to."""
     values = model.heads * (model.head_dim + (model.value_dim or model.head_dim))
     layer_flop = 2 * model.layer_active_parameters + 2 * values * batch.context_tokens

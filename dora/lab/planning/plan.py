@@ -58,7 +58,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SplitPlan:
     """The best split and its trainer, and all splits that were compared, ordered by the accelerators that differ."""
 
     best: Split
@@ -69,12 +69,12 @@ class Plan:
     )  # of the weights between two datacentres: overlaps with the next step, except in a window of 1
 
 
-def make_plan(question: Question) -> Plan:
+def make_plan(question: Question) -> SplitPlan:
     """Algorithm 1 for either deployment. Raises InvalidValue for a cluster that cannot run the model."""
     apart = question.rollout_gpus, question.train_gpus
     if any(apart) if question.gpus else not all(apart):
-        given = f"{question.gpus}, {question.rollout_gpus}, {question.train_gpus}"
-        raise InvalidValue("gpus, rollout_gpus, train_gpus", given, "either gpus, or both of the others, above 0")
+        shown = f"{question.gpus}, {question.rollout_gpus}, {question.train_gpus}"
+        raise InvalidValue("gpus, rollout_gpus, train_gpus", shown, "either gpus, or both of the others, above 0")
     if question.gpus and question.link_bits_per_s:
         raise InvalidValue("link_gbps", question.link_bits_per_s / 1e9, "0 in one datacentre")
     for field in ("gpus", "rollout_gpus", "train_gpus"):
@@ -90,11 +90,11 @@ def make_plan(question: Question) -> Plan:
         return ways_to_generate(gpus, time, options)
 
     if question.gpus:
-        return Plan(*allocate(question.gpus, ways, trainers), trainers, transfer_s=None)
+        return SplitPlan(*allocate(question.gpus, ways, trainers), trainers, transfer_s=None)
     link = question.link_bits_per_s
     crossing_s = transfer_s(question.model.weights_bytes, link) if link else None
     gpus = question.rollout_gpus, question.train_gpus
-    return Plan(*allocate_across(*gpus, ways, trainers, crossing_s or 0.0), trainers, crossing_s)
+    return SplitPlan(*allocate_across(*gpus, ways, trainers, crossing_s or 0.0), trainers, crossing_s)
 
 
 def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:

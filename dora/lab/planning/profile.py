@@ -14,7 +14,7 @@ from dora.core.forecast.cost import CostModel
 from dora.data.engine_samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.lab.planning.experts import ROUNDING, Steps, fit_mixture
+from dora.lab.planning.experts import ROUNDING, DecodeSteps, fit_mixture
 from dora.lab.planning.least_squares import Matrix, non_negative_least_squares
 
 KINKS: Final = 129  # tried in addition to the sampled numbers
@@ -63,7 +63,6 @@ class Validation:
         return {"measured": self.ratio} | by_clock
 
     def passed(self, tolerance: float) -> bool:
-        """Whether all of them are within ``tolerance`` of 1."""
         return all(abs(ratio - 1.0) <= tolerance for ratio in self.held.values())
 
 
@@ -76,7 +75,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
     contexts, which do not determine the coefficients.
     """
     _check(decode, prefill)
-    steps = Steps(
+    steps = DecodeSteps(
         running=np.array([sample.running for sample in decode], dtype=np.float64),
         kv=np.array([sample.kv_tokens for sample in decode]),
         times_s=np.array([sample.step_s for sample in decode]),
@@ -95,7 +94,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
     )
 
 
-def _fit_dense(steps: Steps) -> tuple[CostModel, float]:
+def _fit_dense(steps: DecodeSteps) -> tuple[CostModel, float]:
     best: tuple[float, float, Matrix] | None = None
     for kink in _kinks(np.unique(steps.running)):
         columns = np.stack([steps.kv, np.maximum(kink, steps.running), np.ones_like(steps.kv)], axis=1)
@@ -186,6 +185,5 @@ def _prefill_step_s(cost: CostModel, sample: PrefillSample) -> float:
 
 
 def _mean_error(pairs: Iterable[tuple[float, float]]) -> float:
-    """Mean of |predicted - measured| / measured."""
     errors = [abs(predicted - measured) / measured for predicted, measured in pairs]
     return sum(errors) / len(errors) if errors else 0.0

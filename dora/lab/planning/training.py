@@ -16,7 +16,7 @@ import numpy as np
 from dora.errors import InvalidValue
 from dora.lab.planning.allocation import TrainingTime
 from dora.lab.planning.hardware import Hardware
-from dora.lab.planning.layout import Layout, limit_bytes
+from dora.lab.planning.layout import ReplicaLayout, limit_bytes
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.options import CONTEXTS, Option, best, even_s, longest_that_fits, options, shortest_pipelines
 from dora.lab.planning.pace import batch_of
@@ -47,10 +47,9 @@ class Trainers:
         self._measured_at, self._worse_there = at or [1], [self._known(gpus)[1] for gpus in at] or [1.0]
 
     def fits(self, gpus: int) -> bool:
-        """Whether there is a layout on exactly this many accelerators."""
         return self._found(gpus) is not None
 
-    def layout(self, gpus: int) -> Layout:
+    def layout(self, gpus: int) -> ReplicaLayout:
         """The best layout on exactly this many accelerators. Raises InvalidValue if none fits."""
         return self._known(gpus)[0]
 
@@ -64,7 +63,6 @@ class Trainers:
         return found
 
     def measured(self, gpus: int) -> bool:
-        """Whether ``gpus`` is within the measured points."""
         return self.time.measured(gpus)
 
     def _seconds(self, gpus: int) -> float:
@@ -75,13 +73,13 @@ class Trainers:
         worse = self._known(gpus)[1] / float(np.interp(gpus, self._measured_at, self._worse_there))
         return self.time.seconds(gpus) * worse
 
-    def _known(self, gpus: int) -> tuple[Layout, float]:
+    def _known(self, gpus: int) -> tuple[ReplicaLayout, float]:
         found = self._found(gpus)
         if found is None:
             raise InvalidValue("train_gpus", gpus, f"a number on which a layout fits, such as on {self.least}")
         return found
 
-    def _find(self, gpus: int) -> tuple[Layout, float] | None:
+    def _find(self, gpus: int) -> tuple[ReplicaLayout, float] | None:
         """The best layout, and its time relative to the best with fractional replicas, layers and experts."""
         compared: list[Option] = []
         for tier in self._tiers:

@@ -100,5 +100,4 @@ def step_workload(lengths: Lognormal, groups: int, group_size: int, prompt_token
 
 
 def _normal(x: float) -> float:
-    """The standard normal distribution function."""
     return math.erfc(-x / math.sqrt(2)) / 2

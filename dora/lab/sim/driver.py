@@ -9,12 +9,12 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.rules.selection import spare_groups
 from dora.lab.sim.agenda import Agenda, Links
-from dora.lab.sim.ledger import Ledger
+from dora.lab.sim.ledger import SimLedger
 from dora.lab.sim.partial import window_steps
 from dora.lab.sim.pool import SimPool
 from dora.lab.sim.scenario import Scenario
-from dora.lab.sim.worker import KvSnapshot, SimWorker
-from dora.lab.sim_engine.engine import Phase, SimRequest
+from dora.lab.sim.worker import SimSnapshot, SimWorker
+from dora.lab.sim_engine.engine import EnginePhase, SimRequest
 
 Order = tuple[do.WorkerCommand, SimRequest | None]  # a start or extension comes with the service's part of the response
 
@@ -30,12 +30,12 @@ class WorkerDriver(Agenda, ABC):
         batch = scenario.trainer.groups_per_step
         spare, window = spare_groups(scenario.redundant_fraction, batch), scenario.window
         if window.is_adaptive:
-            self.ledger = Ledger(window.least, batch, spare, (window.least, window.most))
+            self.ledger = SimLedger(window.least, batch, spare, (window.least, window.most))
         else:
-            self.ledger = Ledger(window_steps(scenario), batch, spare)
+            self.ledger = SimLedger(window_steps(scenario), batch, spare)
         self.workers: dict[str, SimWorker] = {}  # connected, by id
         self.pools: dict[str, SimPool] = {}  # connected pools, by id
-        self.snapshots: dict[str, KvSnapshot] = {}
+        self.snapshots: dict[str, SimSnapshot] = {}
         self.bad_weights: set[int] = set()  # versions whose present weights no worker can reproduce
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
         self._pool_links = Links(scenario.cluster.pool_bytes_per_s, scenario.cluster.link_latency_s)
@@ -57,7 +57,6 @@ class WorkerDriver(Agenda, ABC):
         return self.scenario.cluster.load_s
 
     def _obey(self, worker: SimWorker, orders: Iterable[Order]) -> None:
-        """Executes the commands that have reached the worker at this time."""
         if not worker.alive:
             return
         worker.engine.advance(self.now_s)
@@ -111,7 +110,7 @@ class WorkerDriver(Agenda, ABC):
         for request in ended:
             if request.keeps:
                 finished[request.request_id] = "stop"
-            elif request.phase is Phase.AWAY and request.tokens < request.length:
+            elif request.phase is EnginePhase.AWAY and request.tokens < request.length:
                 answer_s = self.ledger.answer_s(request.request_id, request.turn, self.now_s)
                 self.after(max(0.0, answer_s - self.now_s), self._answered, worker, request)
             else:
@@ -135,7 +134,6 @@ class WorkerDriver(Agenda, ABC):
         return self.scenario.balance.period_s / REPORTS_A_PERIOD
 
     def _report(self, worker: SimWorker) -> None:
-        """Reports the tokens of all running requests."""
         if not worker.alive:
             return
         engine = worker.engine

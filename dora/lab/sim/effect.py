@@ -8,19 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dora.errors import InvalidValue
-from dora.lab.sim.scenario import TRACED_PROMPTS, Scenario, Turns, Workload, not_lognormal
+from dora.lab.sim.scenario import TRACED_PROMPTS, Scenario, SimTurns, Workload, not_lognormal
 
 
-def check_effect(scenarios: Sequence[Scenario], given: Mapping[str, Any]) -> None:
-    """Raises InvalidValue for the first field of ``given``, a tree, that has no effect in any of the scenarios."""
+def check_effect(scenarios: Sequence[Scenario], settings: Mapping[str, Any]) -> None:
+    """Raises InvalidValue for the first field of ``settings``, a tree, that has no effect in any of the scenarios."""
     idle = [dict(fields_without_effect(scenario)) for scenario in scenarios]
-    for field, value in _leaves(given, ""):
+    for field, value in _leaves(settings, ""):
         if all(field in fields for fields in idle):
             raise InvalidValue(field, value, f"left out: {idle[0][field]}")
 
 
 def fields_without_effect(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """Each field without effect, and the reason."""
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     if cluster.colocated:
         yield "cluster.rollout_gpus", "cluster.colocated is true, so all cluster.gpus generate"
@@ -72,7 +71,7 @@ def _of_lengths(workload: Workload) -> Iterator[tuple[str, str]]:
 
 def _of_turns(workload: Workload) -> Iterator[tuple[str, str]]:
     if workload.tasks and all(task.turns is not None for task in workload.tasks):
-        for name in Turns.model_fields:
+        for name in SimTurns.model_fields:
             yield f"workload.turns.{name}", _all_have("turns")
     else:
         yield from _of_one_kind(workload.turns, "workload.turns")
@@ -81,7 +80,7 @@ def _of_turns(workload: Workload) -> Iterator[tuple[str, str]]:
             yield from _of_one_kind(task.turns, f"workload.tasks.{index}.turns")
 
 
-def _of_one_kind(turns: Turns, place: str) -> Iterator[tuple[str, str]]:
+def _of_one_kind(turns: SimTurns, place: str) -> Iterator[tuple[str, str]]:
     if turns.most == 1:
         for name in ("environment_mean_s", "environment_sigma", "answer_tokens"):
             yield f"{place}.{name}", f"{place}.most is 1, so no environment is asked"
@@ -94,7 +93,6 @@ def _all_have(field: str) -> str:
 
 
 def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every field with its value, including those of nested sections and lists of sections."""
     if isinstance(tree, Mapping):
         elements: list[tuple[Any, Any]] = list(tree.items())
     elif isinstance(tree, list | tuple) and all(isinstance(each, Mapping) for each in tree):

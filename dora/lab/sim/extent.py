@@ -16,11 +16,11 @@ import numpy as np
 from dora.core.forecast.cost import CostModel, context_work
 from dora.errors import InvalidValue
 from dora.lab.planning.generation import bound_s
-from dora.lab.sim.scenario import Scenario, Turns, Workload
+from dora.lab.sim.scenario import Scenario, SimTurns, Workload
 from dora.lab.sim.tasks import TaskShape, mixed_tokens, shapes_of
 from dora.lab.sim.workload import Moments, moments
 from dora.lab.sim.world import World
-from dora.lab.sim_engine.engine import Phase
+from dora.lab.sim_engine.engine import EnginePhase
 
 DAY_S: Final = 86_400.0
 STEP_MOST_S: Final = 14 * DAY_S
@@ -75,7 +75,7 @@ def standstill(world: World, waited_s: float) -> str:
     going_on = {
         "responses being generated": sum(engine.running for engine in engines if not engine.paused),
         "waiting for their environment": sum(
-            request.phase is Phase.AWAY for engine in engines for request in engine.requests.values()
+            request.phase is EnginePhase.AWAY for engine in engines for request in engine.requests.values()
         ),
         "workers loading weights": sum(worker.loading >= 0 for worker in state.workers.values()),
         "handoffs": len(state.handoffs),
@@ -121,14 +121,12 @@ def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str
 
 
 def _tail_tokens(workload: Workload, shapes: Sequence[TaskShape], responses: float) -> float:
-    """Typical tokens of the longest of this many responses."""
     score = NormalDist().inv_cdf(1.0 - 0.5 / max(1.0, responses))
     tokens = mixed_tokens(shapes)(np.array([score]))
     return float(np.clip(tokens, 1.0, workload.lengths.cap_tokens)[0])
 
 
 def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
-    """The cost model reduced to each of its parts."""
     free = replace(cost, kv_token_s=0.0, weights_s=0.0, request_s=0.0, step_s=0.0)
     for name in ("kv_token_s", "weights_s", "request_s", "step_s"):
         yield name, replace(free, **{name: getattr(cost, name)})
@@ -142,7 +140,7 @@ def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses
     return batch_s + tail_tokens * cost.matmul_s(1) + cost.kv_token_s * context_work(tail_tokens, round(before_tokens))
 
 
-def _answered_s(turns: Turns, responses: float, rounds: float) -> float:
+def _answered_s(turns: SimTurns, responses: float, rounds: float) -> float:
     """Time of all environment calls of the rounds, plus a response with the most turns and the longest call."""
     if turns.most == 1 or not turns.environment_mean_s:
         return 0.0

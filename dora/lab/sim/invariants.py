@@ -14,7 +14,7 @@ import numpy as np
 from dora.core import commands as do
 from dora.core.fleet.hosting import HOSTING_COLUMNS, hosting_row
 from dora.core.fleet.worker import Worker
-from dora.core.handoff.table import LIVE, Handoff, Kind, Phase
+from dora.core.handoff.table import LIVE, Handoff, HandoffKind, Phase
 from dora.core.state import GroupStatus, RequestStatus, State, SuspectVersion
 from dora.core.table import Table
 from dora.lab.sim.ledger import Violation
@@ -164,10 +164,12 @@ def check_requests(state: State) -> None:
     left = state.requests["left"]
     if (odd := np.flatnonzero((left > 0) & (state.requests["status"] != WAITING))).size:
         raise Violation(f"{_names(state, odd.tolist())}: the KV of an earlier branch counts, and no fork of it waits")
-    asked_at = {worker.index for worker in state.workers.values() if worker.asked}
+    waiting_turns_at = {worker.index for worker in state.workers.values() if worker.waiting_turns}
     on_workers = sum(len(worker.rows) + len(worker.kept) for worker in state.workers.values())
-    if asked_at != state.asked_at or np.count_nonzero(state.requests["worker"]) != on_workers:
-        raise Violation(f"turns are asked at {sorted(state.asked_at)}, while workers say {sorted(asked_at)}")
+    if waiting_turns_at != state.waiting_turns_at or np.count_nonzero(state.requests["worker"]) != on_workers:
+        raise Violation(
+            f"turns are asked at {sorted(state.waiting_turns_at)}, while workers say {sorted(waiting_turns_at)}"
+        )
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
@@ -191,10 +193,11 @@ def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = N
         raise Violation(
             f"{name} with version {worker.loaded} keeps {_names(state, kept.tolist())}: one is not its own (C1)"
         )
-    asked = {row for row in kept[status == WAITING].tolist() if row not in state.handoffs}
-    if asked != worker.asked.keys():
+    waiting = {row for row in kept[status == WAITING].tolist() if row not in state.handoffs}
+    if waiting != worker.waiting_turns.keys():
         raise Violation(
-            f"{name} has the KV of asked turns {_names(state, asked)}, and lists {_names(state, worker.asked)}"
+            f"{name} has the KV of requested turns {_names(state, waiting)}, "
+            f"and lists {_names(state, worker.waiting_turns)}"
         )
     if worker.inbound != len(inbound):
         raise Violation(f"{name} counts {worker.inbound} inbound handoffs, not {len(inbound)}")
@@ -211,7 +214,7 @@ def check_pools(state: State) -> None:
     inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
         inbound[handoff.target].append(row)
-        if handoff.kind is Kind.RESUME and bool(pool_of[row]) != (handoff.phase is not Phase.STRANDED):
+        if handoff.kind is HandoffKind.RESUME and bool(pool_of[row]) != (handoff.phase is not Phase.STRANDED):
             raise Violation(f"{handoff.request_id} is resumed in {handoff.phase.name}, from index {pool_of[row]} (C2)")
     parked = 0
     for pool in state.pools.values():
@@ -232,7 +235,7 @@ def check_pools(state: State) -> None:
 
 def _waits(state: State, row: int) -> bool:
     if row in state.handoffs:
-        return state.handoffs[row].kind is Kind.RESUME
+        return state.handoffs[row].kind is HandoffKind.RESUME
     version = int(state.requests["version"][row])
     return row in state.waiting.get(version, ()) or row in state.idle.get(version, ())
 
@@ -289,9 +292,9 @@ def check_handoff(state: State, row: int, handoff: Handoff) -> None:
     """A handoff in progress connects the request's owner with another living worker or pool. STRANDED: the owner is
     lost.
     """
-    owner = state.pool_of(row) if handoff.kind is Kind.RESUME else state.owner(row)
+    owner = state.pool_of(row) if handoff.kind is HandoffKind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
-    targets = state.pools if handoff.kind is Kind.PARK else state.workers
+    targets = state.pools if handoff.kind is HandoffKind.PARK else state.workers
     if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in targets:
         raise Violation(
             f"handoff of {handoff.request_id} from {handoff.source} to {handoff.target} is {handoff.phase.name}, "
@@ -337,7 +340,7 @@ def check_evaluations(state: State) -> None:
         if not (state.retired <= evaluation.version <= state.window.newest or evaluation.version in state.pinned):
             raise Violation(f"{evaluation.evaluation_id} runs, and the weights of {evaluation.version} are let go (C1)")
     unowned = [name for name, each in evaluations.requests.items() if each.evaluation_id not in running]
-    by_worker = {worker_id: list(names) for worker_id, names in evaluations.held.items()}
+    by_worker = {worker_id: list(names) for worker_id, names in evaluations.placed.items()}
     held_by = {name: each.worker_id for name, each in evaluations.requests.items() if each.worker_id}
     if unowned or held_by != {name: worker_id for worker_id, names in by_worker.items() for name in names}:
         raise Violation(f"evaluations hold {by_worker}, their requests say {held_by}; of none that runs: {unowned}")
@@ -346,8 +349,8 @@ def check_evaluations(state: State) -> None:
         versions = {running[evaluations.requests[name].evaluation_id].version for name in names}
         if versions != {worker.hosts}:
             raise Violation(f"{worker_id} hosts {worker.hosts} and evaluates versions {sorted(versions)} (C1)")
-        if len(names) > max(worker.lent_slots, worker.slots + worker.lent_slots - worker.held):
-            slots = f"{worker.slots} slots beside {worker.lent_slots} lent, {worker.held} in use"
+        if len(names) > max(worker.lent_slots, worker.slots + worker.lent_slots - worker.assigned):
+            slots = f"{worker.slots} slots beside {worker.lent_slots} lent, {worker.assigned} in use"
             raise Violation(f"{worker_id} evaluates {len(names)} requests: {slots}")
     for worker in state.workers.values():
         share = sum(each.share for each in running.values() if each.version == worker.hosts)
@@ -392,7 +395,6 @@ def check_empty(state: State) -> None:
 
 
 def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, int]]:
-    """Cells of some rows, one mapping for each column."""
     rows = list(rows)
     index = np.array(rows, dtype=np.intp)
     return [dict(zip(rows, table[name][index].tolist(), strict=True)) for name in names]

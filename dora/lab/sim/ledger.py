@@ -12,7 +12,7 @@ from dora.core.rules.selection import REDUNDANT
 from dora.core.rules.sessions import TOTAL
 from dora.data.trajectory import TrajectoryGroup
 from dora.errors import DoraError, described
-from dora.lab.sim.workload import SimPrompt, given_tokens
+from dora.lab.sim.workload import SimPrompt, environment_tokens
 
 
 class Violation(AssertionError):
@@ -56,7 +56,7 @@ def failure_of(error: Exception, at_s: float) -> Failure:
 
 
 @dataclass(slots=True)
-class Response:
+class SimResponse:
     """One response of an admitted group."""
 
     group_id: str
@@ -65,7 +65,7 @@ class Response:
     prompt: SimPrompt
     tokens: int = 0  # as accepted by the service
     finished: bool = False
-    asked_turn: int = -1  # the environment was called after this turn and answers at ``answer_s``
+    requested_turn: int = -1  # the environment was called after this turn and answers at ``answer_s``
     answer_s: float = 0.0
     turn: int = 0  # sessions: the present or last turn; -1: the environment has not given the prompt
     idle: bool = False  # sessions: this turn has ended, and the next was not asked
@@ -75,9 +75,15 @@ class Response:
     cut_tokens: int = 0  # sessions: tokens that the KV of that branch loses to serve the turn; 0: it does not serve it
 
     @classmethod
-    def of(cls, group_id: str, version: int, index: int, prompt: SimPrompt) -> "Response":
-        """A response without tokens."""
-        return cls(group_id, version, index, prompt, turn=-1 if prompt.is_given else 0, idle=prompt.is_given)
+    def of(cls, group_id: str, version: int, index: int, prompt: SimPrompt) -> "SimResponse":
+        return cls(
+            group_id,
+            version,
+            index,
+            prompt,
+            turn=-1 if prompt.is_from_environment else 0,
+            idle=prompt.is_from_environment,
+        )
 
     @property
     def turn_end(self) -> int:
@@ -86,7 +92,7 @@ class Response:
 
 
 @dataclass(slots=True)
-class Group:
+class SimGroup:
     prompt: SimPrompt
     version: int
     window: int  # at its admission: the staleness limit is one less
@@ -104,17 +110,17 @@ class Group:
 
 
 @dataclass(slots=True)
-class Asked:
+class SimEvaluation:
     """An evaluation: prompts under one version, never used for training."""
 
     todo: dict[str, SimPrompt]
-    groups: dict[str, Group] = field(default_factory=dict)  # running groups
+    groups: dict[str, SimGroup] = field(default_factory=dict)  # running groups
     done: int = 0
     ended: bool = False
 
 
 @dataclass(slots=True)
-class Ledger:
+class SimLedger:
     """The ledger of one run. ``window``: the present size, within ``bounds``; None: constant. It limits the staleness
     of admitted groups to ``window - 1``. ``spare``: groups that a step may drop.
     """
@@ -124,8 +130,8 @@ class Ledger:
     spare: int = 0
     bounds: tuple[int, int] | None = None
     offered: dict[str, SimPrompt] = field(default_factory=dict)  # drawn but not admitted
-    responses: dict[str, Response] = field(default_factory=dict)
-    groups: dict[str, Group] = field(default_factory=dict)  # admitted, neither trained nor cancelled
+    responses: dict[str, SimResponse] = field(default_factory=dict)
+    groups: dict[str, SimGroup] = field(default_factory=dict)  # admitted, neither trained nor cancelled
     received: list[str] = field(default_factory=list)  # groups of the step that the trainer collects
     admitted: int = 0
     trained: int = 0
@@ -139,7 +145,7 @@ class Ledger:
     broken_off: int = 0  # sessions that ended without their environment
     publications: Counter[int] = field(default_factory=Counter)  # version -> number of its republications
     rejected: set[int] = field(default_factory=set)  # versions that must be published again
-    evaluations: dict[str, Asked] = field(default_factory=dict)
+    evaluations: dict[str, SimEvaluation] = field(default_factory=dict)
 
     def duplicated(self) -> int:
         """Groups that left the ledger more often than they entered it."""
@@ -155,13 +161,12 @@ class Ledger:
         if command.version in self.rejected:
             raise Violation(f"{command.group_id} is admitted under version {command.version}, which is rejected (C1)")
         ids, at_once = command.request_ids, prompt.at_once
-        self.groups[command.group_id] = Group(prompt, command.version, self.window, ids, at_once, at_once)
+        self.groups[command.group_id] = SimGroup(prompt, command.version, self.window, ids, at_once, at_once)
         self.admitted += 1
         for index, request_id in enumerate(command.request_ids):
-            self.responses[request_id] = Response.of(command.group_id, command.version, index, prompt)
+            self.responses[request_id] = SimResponse.of(command.group_id, command.version, index, prompt)
 
     def resize(self, command: do.ResizeWindow) -> None:
-        """Changes the window for later admissions."""
         least, most = self.bounds or (self.window, self.window)
         if not least <= command.size <= most or abs(command.size - self.window) != 1 or not command.reason:
             raise Violation(f"the window becomes {command.size} from {self.window}, of {least} to {most} (C3)")
@@ -199,27 +204,32 @@ class Ledger:
                 raise Violation(f"{request_id} ends after {tokens} of {response.prompt.lengths[response.index]} tokens")
             response.finished = True
 
-    def _take_over_session(self, response: Response, request_id: str, tokens: int, *, is_end: bool) -> None:
+    def _take_over_session(self, response: SimResponse, request_id: str, tokens: int, *, is_end: bool) -> None:
         if response.idle and tokens > response.tokens:
-            raise Violation(f"{request_id} goes on to {tokens} tokens, and no turn was asked at {response.tokens} (C2)")
+            raise Violation(
+                f"{request_id} goes on to {tokens} tokens, and no turn was requested at {response.tokens} (C2)"
+            )
         if tokens > response.turn_end or (is_end and tokens != response.turn_end):
             raise Violation(f"turn {response.turn} of {request_id} ends after {tokens}, not {response.turn_end} tokens")
         response.tokens, response.idle = tokens, is_end or response.idle
 
-    def ask(self, request_id: str) -> on.TurnAsked:
+    def ask(self, request_id: str) -> on.TurnRequested:
         """The environment asks a session's next turn, which may fork."""
         response = self.responses[request_id]
         prompt, turn = response.prompt, response.turn
         response.turn, response.idle, response.forked, response.cut_tokens = turn + 1, False, turn < 0, 0
         if response.forked:
-            return on.TurnAsked(request_id, prompt.prompt_tokens, is_prompt=True)
-        given, left = given_tokens(prompt.turns_of(response.index)[turn]), prompt.tokens_left(response.index, turn)
-        response.tokens += given
+            return on.TurnRequested(request_id, prompt.prompt_tokens, is_prompt=True)
+        inputs, left = (
+            environment_tokens(prompt.turns_of(response.index)[turn]),
+            prompt.tokens_left(response.index, turn),
+        )
+        response.tokens += inputs
         if not left:
-            return on.TurnAsked(request_id, given)
+            return on.TurnRequested(request_id, inputs)
         response.forked, is_on_branch = True, not prompt.forks_elsewhere(response.index, turn)
         response.cut_tokens = left if is_on_branch else 0
-        return on.TurnAsked(request_id, given + left, response.tokens - given - left, is_on_branch=is_on_branch)
+        return on.TurnRequested(request_id, inputs + left, response.tokens - inputs - left, is_on_branch=is_on_branch)
 
     def replace(self, command: do.ReplaceRequest) -> None:
         """Another session begins in place of one that has failed."""
@@ -229,9 +239,9 @@ class Ledger:
             raise Violation(f"{command.request_id} is replaced, and nothing has befallen it: {command.reason} (C2)")
         if command.replacement_id in (command.request_id, *self.responses):
             raise Violation(f"{command.replacement_id} replaces {command.request_id} and is there already (C2)")
-        again = Response.of(before.group_id, before.version, before.index, before.prompt)
+        again = SimResponse.of(before.group_id, before.version, before.index, before.prompt)
         self.responses[command.replacement_id] = again
-        evaluated = {name: each for asked in self.evaluations.values() for name, each in asked.groups.items()}
+        evaluated = {name: each for evaluation in self.evaluations.values() for name, each in evaluation.groups.items()}
         group = self.groups.get(before.group_id) or evaluated[before.group_id]
         group.request_ids = tuple(
             command.replacement_id if name == command.request_id else name for name in group.request_ids
@@ -245,8 +255,8 @@ class Ledger:
         response = self.responses.get(request_id)
         if response is None:
             return now_s  # cancelled
-        if response.asked_turn < turn:
-            response.asked_turn = turn
+        if response.requested_turn < turn:
+            response.requested_turn = turn
             response.answer_s = now_s + response.prompt.turns_of(response.index)[turn].environment_s
         return response.answer_s
 
@@ -273,7 +283,7 @@ class Ledger:
             started = self.groups[self.responses[request_id].group_id].started
             raise Violation(f"{request_id} runs, and the group has started {started} of its members")
 
-    def has_started(self, response: Response) -> bool:
+    def has_started(self, response: SimResponse) -> bool:
         """Whether a response is a member with which its group has started, or has grown since."""
         group = self.groups.get(response.group_id)  # None: of an evaluation
         return group is None or response.index < group.started
@@ -315,8 +325,7 @@ class Ledger:
         if unfinished:
             raise Violation(f"version {version} is let go, and {unfinished[0]} is unfinished (C1)")
 
-    def _is_skipped(self, response: Response) -> bool:
-        """Whether a member will never run: its group is settled without it."""
+    def _is_skipped(self, response: SimResponse) -> bool:
         group = self.groups.get(response.group_id)
         return group is not None and not group.unscored and response.index >= group.started
 
@@ -365,7 +374,7 @@ class Ledger:
         if command.exhausted and len(self.received) != len(self.groups):
             raise Lost(f"step {command.step} ends short, with {len(self.received)} of {len(self.groups)} groups (C2)")
 
-    def train(self) -> list[Group]:
+    def train(self) -> list[SimGroup]:
         """Removes and returns the groups of the collected step, which was trained and committed."""
         groups = []
         for group_id in self.received:
@@ -396,43 +405,45 @@ class Ledger:
     # -------------------------------------------------------------------------------------------------- evaluations
 
     def ask_evaluation(self, evaluation_id: str, prompts: list[SimPrompt]) -> None:
-        self.evaluations[evaluation_id] = Asked({prompt.prompt_id: prompt for prompt in prompts})
+        self.evaluations[evaluation_id] = SimEvaluation({prompt.prompt_id: prompt for prompt in prompts})
 
     def begin_evaluation_group(self, command: do.BeginEvaluationGroup) -> None:
-        asked = self.evaluations[command.evaluation_id]
-        prompt = asked.todo.pop(command.prompt_id, None)
-        if prompt is None or asked.ended or command.group_id in asked.groups:
+        evaluation = self.evaluations[command.evaluation_id]
+        prompt = evaluation.todo.pop(command.prompt_id, None)
+        if prompt is None or evaluation.ended or command.group_id in evaluation.groups:
             raise Violation(f"{command.group_id} takes the prompt {command.prompt_id}, which is not to be evaluated")
-        if {group.version for group in asked.groups.values()} - {command.version}:
+        if {group.version for group in evaluation.groups.values()} - {command.version}:
             raise Violation(f"{command.group_id} is of version {command.version}, its evaluation is not (C1)")
         ids = command.request_ids
-        asked.groups[command.group_id] = Group(prompt, command.version, self.window, ids, len(ids), len(ids))
+        evaluation.groups[command.group_id] = SimGroup(prompt, command.version, self.window, ids, len(ids), len(ids))
         for index, request_id in enumerate(ids):
-            self.responses[request_id] = Response.of(command.group_id, command.version, index, prompt)
+            self.responses[request_id] = SimResponse.of(command.group_id, command.version, index, prompt)
 
     def end_evaluation_group(self, command: do.EndEvaluationGroup) -> None:
-        asked = self.evaluations[command.evaluation_id]
-        group = asked.groups.pop(command.group_id, None)
-        if group is None or asked.ended:
+        evaluation = self.evaluations[command.evaluation_id]
+        group = evaluation.groups.pop(command.group_id, None)
+        if group is None or evaluation.ended:
             raise Duplicated(f"{command.group_id} ends twice, or never began (C2)")
         if not command.reason and not all(self.responses[name].finished for name in group.request_ids):
             raise Violation(f"{command.group_id} is given unfinished (C2)")
-        asked.done += not command.reason
+        evaluation.done += not command.reason
         for name in group.request_ids:
             del self.responses[name]
 
     def end_evaluation(self, command: do.EndEvaluation) -> None:
         """Ends an evaluation. Complete, or with a reason: then its running groups are dropped."""
-        asked = self.evaluations[command.evaluation_id]
-        if asked.ended or (not command.reason and (asked.todo or asked.groups)):
-            raise Lost(f"{command.evaluation_id} ends with {len(asked.todo) + len(asked.groups)} groups missing (C2)")
-        asked.ended = True
-        for group in asked.groups.values():
+        evaluation = self.evaluations[command.evaluation_id]
+        if evaluation.ended or (not command.reason and (evaluation.todo or evaluation.groups)):
+            raise Lost(
+                f"{command.evaluation_id} ends with {len(evaluation.todo) + len(evaluation.groups)} groups missing (C2)"
+            )
+        evaluation.ended = True
+        for group in evaluation.groups.values():
             for name in group.request_ids:
                 del self.responses[name]
-        asked.groups.clear()
+        evaluation.groups.clear()
 
-    def _check_redundant(self, group_id: str, group: Group) -> None:
+    def _check_redundant(self, group_id: str, group: SimGroup) -> None:
         """Only unfinished groups due in this step may be dropped as redundant, and at most ``spare`` of them."""
         due, step = group.version + group.window - 1, self.steps
         self.redundant[step] += 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from dora.core import commands as do
 from dora.core.forecast.cost import CostModel
 from dora.lab.sim.ledger import Violation
-from dora.lab.sim.worker import Environment, Outcome, SimWorker
+from dora.lab.sim.worker import Outcome, SimWorker, WorkerWorld
 from dora.lab.sim_engine.engine import SimEngine
 from dora.lab.sim_engine.request import SimRequest
 
@@ -21,7 +21,7 @@ class SimPool(SimWorker):
     def of(cls, pool_id: str, epoch: int, cost: CostModel, kv_tokens: int) -> "SimPool":
         return cls(pool_id, epoch, SimEngine(cost, 0, kv_tokens), kv_tokens=kv_tokens)
 
-    def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+    def obey(self, world: WorkerWorld, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
         if isinstance(command, do.LoadVersion | do.StartRequest | do.Park):
             raise Violation(f"{self.worker_id} is a pool, and is told to obey {command}")
         if isinstance(command, do.ReserveSlot):
@@ -34,7 +34,6 @@ class SimPool(SimWorker):
 
     @property
     def held_tokens(self) -> int:
-        """KV of stored and reserved requests."""
         return sum(self.reserved.values()) + sum(request.context for request in self.engine.requests.values())
 
     def drop(self, subject: int, share: float) -> tuple[str, ...]:

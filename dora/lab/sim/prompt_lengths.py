@@ -30,8 +30,6 @@ Tokens = Callable[[FloatColumn], NDArray[np.number[Any]]]
 
 
 class PromptLengths(Protocol):
-    """Prompt lengths of one task."""
-
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that any seed can draw."""

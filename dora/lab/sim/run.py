@@ -130,8 +130,6 @@ def _checks(world: World) -> Observer:
 
 
 def _tells(world: World, meter: Meter, goal: int, progress: Callable[[float], None]) -> Observer:
-    """An observer that reports progress toward ``goal`` steps. Within a step it counts the trainer's groups."""
-
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
         if world.events % PROGRESS_EVENTS == 0:
             progress((meter.steps + len(world.ledger.received) / world.ledger.groups_per_step) / goal)

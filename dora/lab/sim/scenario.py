@@ -151,7 +151,7 @@ class Lengths(Section):
         return self
 
 
-class Turns(Section):
+class SimTurns(Section):
     """Multi-turn trajectories: an environment answers between turns while the request holds no slot."""
 
     most: TurnCount = Field(1, description="turns of one trajectory, drawn uniformly from 1 .. most")
@@ -160,7 +160,7 @@ class Turns(Section):
     answer_tokens: AddedTokens = Field(0, description="tokens that one environment answer adds to the context")
 
 
-class Task(Section):
+class SimTask(Section):
     """The settings of one kind of prompts. Omitted ones are the workload's."""
 
     name: str = Field(min_length=1, description="of the task")
@@ -169,7 +169,7 @@ class Task(Section):
     sigma: Sigma | None = Field(None, description="lognormal: instead of lengths.sigma")
     file: str = Field("", description="histogram or trace: instead of lengths.file")
     prompt_tokens: PromptTokens | None = Field(None, description="instead of the workload's")
-    turns: Turns | None = Field(None, description="instead of the workload's, all of them")
+    turns: SimTurns | None = Field(None, description="instead of the workload's, all of them")
 
 
 class Workload(Section):
@@ -186,13 +186,13 @@ class Workload(Section):
         "lognormal", description="trace: a prompt is as long as the trace's line says whose response is like its own"
     )
     lengths: Lengths = Lengths()
-    turns: Turns = Turns()
+    turns: SimTurns = SimTurns()
     sessions: bool = Field(
         False, description="the core knows the turns: no slot is held between them. False: the engine waits for tools"
     )
     prompts_given: bool = Field(False, description="the first turn of each session brings its prompt")
     forks: Share = Field(0.0, description="share of the turns of sessions that follow an earlier place of theirs")
-    tasks: tuple[Task, ...] = Field((), description="kinds of prompts; none: all are of one kind")
+    tasks: tuple[SimTask, ...] = Field((), description="kinds of prompts; none: all are of one kind")
     feature_correlation: Share = Field(
         0.85,
         description="between what a prompt shows (its features) and its group's mean log length; the ranker reads it",
@@ -235,7 +235,7 @@ class Workload(Section):
             raise InvalidValue(f"workload.tasks.{last}.share", self.tasks[last].share, allowed)
         return self
 
-    def _check_lengths_of(self, task: Task, place: str) -> None:
+    def _check_lengths_of(self, task: SimTask, place: str) -> None:
         """A task may only change settings of the workload's kind of lengths."""
         kind = self.lengths.kind
         if task.file and kind not in READING_KINDS:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dora.errors import InvalidValue
 from dora.lab.sim.prompt_lengths import PromptLengths, SpreadPrompts, Tokens, TracedPrompts, normal_grid
-from dora.lab.sim.scenario import Task, Turns, Workload
+from dora.lab.sim.scenario import SimTask, SimTurns, Workload
 from dora.lab.sim.traces import LENGTHS_FILE, FloatColumn, IntColumn, LengthTable, load_histogram, load_trace
 
 TASK = "synthetic"  # the task of a workload without tasks: features and history distinguish its prompts
@@ -24,13 +24,11 @@ class TaskShape:
     share: float
     tokens: Tokens
     prompts: PromptLengths
-    turns: Turns
+    turns: SimTurns
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Response lengths from a file, and prompt lengths if required."""
-
     lengths: LengthTable
     prompts: PromptLengths | None = None
 
@@ -39,7 +37,7 @@ def shapes_of(workload: Workload) -> tuple[TaskShape, ...]:
     """The workload's tasks in order, or a single one. Raises InvalidValue if a file is missing or malformed."""
     sources: dict[str, _Source] = {}
 
-    def source_of(task: Task, place: str) -> _Source | None:
+    def source_of(task: SimTask, place: str) -> _Source | None:
         file, field = (task.file, f"{place}.file") if task.file else (workload.lengths.file, LENGTHS_FILE)
         if workload.lengths.kind == "lognormal":
             return None
@@ -47,7 +45,7 @@ def shapes_of(workload: Workload) -> tuple[TaskShape, ...]:
             sources[file] = _read(workload, file, field)
         return sources[file]
 
-    tasks = workload.tasks or (Task(name=TASK, share=1.0),)
+    tasks = workload.tasks or (SimTask(name=TASK, share=1.0),)
     return tuple(_shape(workload, task, source_of(task, f"workload.tasks.{index}")) for index, task in enumerate(tasks))
 
 
@@ -78,13 +76,13 @@ def mixed_tokens(shapes: Sequence[TaskShape]) -> Tokens:
     return at
 
 
-def _shape(workload: Workload, task: Task, source: _Source | None) -> TaskShape:
+def _shape(workload: Workload, task: SimTask, source: _Source | None) -> TaskShape:
     own = task.prompt_tokens if task.prompt_tokens is not None else workload.prompt_tokens
     prompts = source.prompts if source is not None and source.prompts is not None else SpreadPrompts(own)
     return TaskShape(task.name, task.share, _tokens(workload, task, source), prompts, task.turns or workload.turns)
 
 
-def _tokens(workload: Workload, task: Task, source: _Source | None) -> Tokens:
+def _tokens(workload: Workload, task: SimTask, source: _Source | None) -> Tokens:
     lengths, scale = workload.lengths, workload.lengths.scale * task.scale
     if source is not None:
         table = source.lengths

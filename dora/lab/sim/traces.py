@@ -163,5 +163,4 @@ def _parsed(text: str, path: str, first_line: int) -> Any:
 
 
 def _line(text: str, mark: str, *, quoted: bool = True) -> int:
-    """The first line, from 1, that contains ``mark``."""
     return text.count("\n", 0, max(text.find(f'"{mark}"' if quoted else mark), 0)) + 1

@@ -5,18 +5,16 @@ from typing import Any, Final, Protocol
 
 from dora.core import Machine
 from dora.core import events as on
-from dora.lab.sim.ledger import Group, Ledger
+from dora.lab.sim.ledger import SimGroup, SimLedger
 from dora.lab.sim.scenario import Scenario, TrainerPace
 
 REJECTION_NOTED_S: Final = 0.01  # until the trainer has read the end of its stream
 
 
-class Environment(Protocol):
-    """The world, as the trainer uses it."""
-
+class TrainerWorld(Protocol):
     scenario: Scenario
     machine: Machine
-    ledger: Ledger
+    ledger: SimLedger
     now_s: float
 
     def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None: ...
@@ -27,7 +25,7 @@ class Environment(Protocol):
 class SimTrainer:
     """One trainer. ``busy`` collects its computing intervals. ``on_step`` is called for each committed step."""
 
-    def __init__(self, world: Environment, pace: TrainerPace) -> None:
+    def __init__(self, world: TrainerWorld, pace: TrainerPace) -> None:
         self.world, self.pace = world, pace
         self.epoch = 0
         self.step = 0
@@ -41,10 +39,10 @@ class SimTrainer:
         self.rest_s: Callable[[], float] = lambda: 0.0  # from a commit to the next request
         self.after_commit: Callable[[], None] = lambda: None  # called at each commit, before accelerators are released
         # signals of a step, sent with its commit
-        self.tells: Callable[[list[Group]], tuple[float, ...]] = self._measured
-        self.on_step: Callable[[int, float, float, list[Group], list[tuple[float, float]]], None] | None = None
+        self.tells: Callable[[list[SimGroup]], tuple[float, ...]] = self._measured
+        self.on_step: Callable[[int, float, float, list[SimGroup], list[tuple[float, float]]], None] | None = None
         self.began_s = 0.0
-        self._asked_s = 0.0  # time of the step's request
+        self._requested_s = 0.0  # time of the step's request
         self._groups = 0
         self._full = False
         self._trained = 0  # trained micro-batches of this step
@@ -53,7 +51,6 @@ class SimTrainer:
 
     @property
     def at_work(self) -> bool:
-        """Whether it computes or publishes."""
         return self._computing or self._trained == self.pace.micro_batches
 
     def attach(self) -> None:
@@ -76,7 +73,6 @@ class SimTrainer:
         self._let_gpus_go()
 
     def go_on(self) -> None:
-        """Ends a stall: the step's computation begins again."""
         self.stalled = False
         self.request()
 
@@ -91,7 +87,7 @@ class SimTrainer:
         self._groups = self._trained = 0
         self._full = self._computing = False
         self.busy = []
-        self._asked_s = self.world.now_s
+        self._requested_s = self.world.now_s
         self.world.ledger.stream_began()
         self.world.post(on.StepRequested(self.epoch, self.step))
 
@@ -123,7 +119,6 @@ class SimTrainer:
         self._compute()
 
     def _compute(self) -> None:
-        """Begins the next micro-batch if its groups have arrived."""
         pace = self.pace
         needed = -(-pace.groups_per_step * (self._trained + 1) // pace.micro_batches)
         ready = self._full or (pace.streams and self._groups >= needed)
@@ -159,12 +154,12 @@ class SimTrainer:
         if self.alive:  # otherwise it was lost just after the commit
             self._rest()
 
-    def _measured(self, groups: list[Group]) -> tuple[float, float]:
+    def _measured(self, groups: list[SimGroup]) -> tuple[float, float]:
         """The time that the trainer waited for these groups, and the share of their tokens that an objective would
         clip, which grows with their mean staleness.
         """
         busy_s = sum(ended_s - began_s for began_s, ended_s in self.busy)
-        waited_s = max(0.0, self.world.now_s - self._asked_s - busy_s - self.pace.publish_s)
+        waited_s = max(0.0, self.world.now_s - self._requested_s - busy_s - self.pace.publish_s)
         staleness = sum(self.step - group.version for group in groups) / max(1, len(groups))
         return waited_s, min(1.0, self.pace.clip_per_step * staleness)
 

@@ -33,7 +33,7 @@ WAITING, RUNNING, IDLE = int(RequestStatus.WAITING), int(RequestStatus.RUNNING),
 DORMANT = int(RequestStatus.DORMANT)
 LEASED = int(GroupStatus.LEASED)
 # The place of a request that is on no index:
-IN_LINE: Final = -1
+IN_QUEUE: Final = -1
 STRANDED: Final = -2  # its source is lost, and its snapshot is in transit
 NOWHERE: Final = -3  # not admitted, or ended
 RESUMED: Final = -4  # in transit to a worker that will run it
@@ -43,7 +43,7 @@ REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, 
 
 
 @dataclass(slots=True)
-class Watched:
+class WatchedGroup:
     """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict.
 
     ``late``: rows of members that have not started; ``rewards``: distinct valid ones.
@@ -80,7 +80,7 @@ class Watch:
         self._places: dict[int, int] = {}  # row of an unfinished request -> index, or one of the places above
         self._at: dict[int, int] = {}  # index -> number of its requests
         self._open: dict[int, int] = {}  # deadline -> open groups: admitted, neither taken by a step nor cancelled
-        self._groups: dict[str, Watched] = {}
+        self._groups: dict[str, WatchedGroup] = {}
         self._complete = 0  # groups whose responses are all scored
         self._sent: dict[int, do.WorkerCommand] = {}  # commands to workers that await an outcome
         self._loading: dict[str, int] = {}  # worker -> its LoadVersion
@@ -104,7 +104,7 @@ class Watch:
             do.ScoreRequest: self._ended,
             do.BreakOffSession: self._ended,
             do.ReplaceRequest: self._replaced,
-            on.TurnAsked: self._turn_asked,
+            on.TurnRequested: self._turn_requested,
             on.PoolLost: self._pool_lost,
             on.PoolDropped: self._pool_dropped,
             **dict.fromkeys(TO_ENDS, self._ordered),
@@ -159,7 +159,7 @@ class Watch:
         group, size = state.group_row.get(command.group_id), len(command.request_ids)
         rows = state.members[group] if group is not None else ()  # otherwise the same event cancelled it
         late = [row for row in rows if state.requests["status"][row] == DORMANT]
-        self._groups[command.group_id] = Watched(deadline, rows, size - len(late), size - len(late), late)
+        self._groups[command.group_id] = WatchedGroup(deadline, rows, size - len(late), size - len(late), late)
         named.rows.update(rows)
 
     def _delivered(self, state: State, command: do.DeliverGroup, _named: Named) -> None:
@@ -196,7 +196,7 @@ class Watch:
         named.rows.add(row)
         named.groups.add(int(state.requests["group"][row]))
 
-    def _turn_asked(self, state: State, event: on.TurnAsked, named: Named) -> None:
+    def _turn_requested(self, state: State, event: on.TurnRequested, named: Named) -> None:
         if (row := state.request_row.get(event.request_id)) is not None:
             named.rows.add(row)
 
@@ -260,7 +260,7 @@ class Watch:
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.pool_id, event.epoch)]
         for command_id in over:
             del self._sent[command_id]
-        named.rows.update(row for row, place in self._places.items() if place in (IN_LINE, STRANDED, RESUMED))
+        named.rows.update(row for row, place in self._places.items() if place in (IN_QUEUE, STRANDED, RESUMED))
         check_handoffs(state)
         check_pools(state)
 
@@ -287,7 +287,7 @@ class Watch:
                 worker = state.worker_list[before]
                 doubled = worker is not None and row in worker.rows
             else:
-                doubled = before == IN_LINE and row in state.waiting.get(int(state.requests["version"][row]), ())
+                doubled = before == IN_QUEUE and row in state.waiting.get(int(state.requests["version"][row]), ())
             if doubled:
                 raise Violation(f"{state.request_id[row]} is in two places (C2)")
             self._moved(row, place, named)
@@ -305,7 +305,6 @@ class Watch:
             named.indexes.add(place)
 
     def _place(self, state: State, row: int) -> int:
-        """The request's place in the core's state. Raises Violation if it is not there."""
         requests = state.requests
         status, index, version = requests["status"][row], int(requests["worker"][row]) - 1, requests["version"][row]
         if status == RUNNING and index >= 0:
@@ -323,7 +322,7 @@ class Watch:
                 raise Violation(f"{state.request_id[row]} is in line, and being resumed (C2)")
             return RESUMED
         if status == WAITING and row in state.waiting.get(int(version), ()):
-            return IN_LINE
+            return IN_QUEUE
         if status == IDLE and row in state.idle.get(int(version), ()):
             return BETWEEN
         if status in (WAITING, RUNNING, IDLE):
@@ -331,7 +330,6 @@ class Watch:
         return NOWHERE
 
     def _holds(self, state: State, index: int) -> None:
-        """Checks that a worker's requests, load and idle entry agree with the records."""
         worker = state.worker_list[index] if index < len(state.worker_list) else None
         held = 0 if worker is None else len(worker.rows)
         if held != self._at.get(index, 0):

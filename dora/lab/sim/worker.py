@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.lab.sim.ledger import Ledger, Response, Violation
+from dora.lab.sim.ledger import SimLedger, SimResponse, Violation
 from dora.lab.sim_engine.engine import SimEngine, SimRequest
 
 STUCK: Final = "stuck"  # a fault: the load never ends
@@ -16,7 +16,7 @@ FOREVER_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class KvSnapshot:
+class SimSnapshot:
     """The content of a handoff, from which the target continues."""
 
     version: int
@@ -26,11 +26,9 @@ class KvSnapshot:
     left_tokens: int  # tokens of its context that are copied while it is frozen
 
 
-class Environment(Protocol):
-    """The world, as the worker uses it."""
-
-    ledger: Ledger
-    snapshots: dict[str, KvSnapshot]
+class WorkerWorld(Protocol):
+    ledger: SimLedger
+    snapshots: dict[str, SimSnapshot]
     bad_weights: set[int]
 
     def target_of(self, command: do.CopyOut) -> str: ...
@@ -38,7 +36,7 @@ class Environment(Protocol):
     def load_s(self) -> float: ...
 
 
-def resumed(response: Response, request_id: str) -> SimRequest:
+def resumed(response: SimResponse, request_id: str) -> SimRequest:
     """A response as an engine begins it, or continues it after the service's tokens."""
     prompt, index, tokens = response.prompt, response.index, response.tokens
     if prompt.sessions:
@@ -61,7 +59,7 @@ def resumed(response: Response, request_id: str) -> SimRequest:
     )
 
 
-def _session(response: Response, request_id: str) -> SimRequest:
+def _session(response: SimResponse, request_id: str) -> SimRequest:
     prompt, index, tokens = response.prompt, response.index, response.tokens
     spans, turns = prompt.spans(index), prompt.turns_of(index)
     turn = next(number for number, (_, end) in enumerate(spans) if tokens <= end)
@@ -112,7 +110,7 @@ class SimWorker:
     incoming: dict[str, int] = field(default_factory=dict)  # incoming request -> its CopyIn
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: next error kinds
 
-    def obey(self, world: Environment, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
+    def obey(self, world: WorkerWorld, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
         """Begins the command. Returns its outcome or its end. ``request``: of a StartRequest or ExtendRequest."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
@@ -140,11 +138,9 @@ class SimWorker:
         return self._done(command)
 
     def takes(self, version: int) -> bool:
-        """Whether KV of this version may come here."""
         return version == self.version
 
     def version_of(self, request: SimRequest) -> int:
-        """The version of a request here."""
         return self.version
 
     # -------------------------------------------------------------------------------------------------------- details
@@ -155,7 +151,7 @@ class SimWorker:
     def _failed(self, command: do.WorkerCommand, error: str, kind: str) -> on.CommandDone:
         return on.CommandDone(self.worker_id, self.epoch, command.command_id, False, error, kind)
 
-    def _load(self, world: Environment, command: do.LoadVersion, bad: str) -> Outcome:
+    def _load(self, world: WorkerWorld, command: do.LoadVersion, bad: str) -> Outcome:
         if self.engine.requests:
             raise Violation(f"{self.worker_id} loads {command.version} under {len(self.engine.requests)} requests (C1)")
         self.version = -1
@@ -172,7 +168,7 @@ class SimWorker:
 
         return Later(world.load_s(), loaded)
 
-    def _start(self, world: Environment, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
+    def _start(self, world: WorkerWorld, command: do.StartRequest, request: SimRequest | None, bad: str) -> Outcome:
         if command.request_id in self.engine.requests:
             raise Violation(f"{command.request_id} is started twice on {self.worker_id} (C2)")
         if command.version != self.version:
@@ -184,7 +180,6 @@ class SimWorker:
         return self._done(command)
 
     def _extend(self, command: do.ExtendRequest, request: SimRequest | None, bad: str) -> Outcome:
-        """``request``: the session as the service knows it, with the tokens that were given."""
         kept = self.engine.requests.get(command.request_id)
         if bad == "unknown_request" or kept is None:
             self.engine.remove(command.request_id)
@@ -193,11 +188,11 @@ class SimWorker:
             raise Violation(f"{command.request_id} is extended on {self.worker_id}, which has another branch (C1)")
         if bad or request is None or not kept.is_kept or kept.turn + 1 != request.turn:
             return self._failed(command, f"{command.request_id} cannot be extended", bad or "invalid")
-        given_tokens = request.tokens - kept.tokens + request.cut_tokens
-        self.engine.extend(kept, given_tokens, request.left, request.cut_tokens)
+        input_tokens = request.tokens - kept.tokens + request.cut_tokens
+        self.engine.extend(kept, input_tokens, request.left, request.cut_tokens)
         return self._done(command)
 
-    def _copy_out(self, world: Environment, command: do.CopyOut, bad: str) -> Outcome:
+    def _copy_out(self, world: WorkerWorld, command: do.CopyOut, bad: str) -> Outcome:
         """Copies the present KV while the request decodes; then freezes it and copies the rest."""
         request = self.engine.requests.get(command.request_id)
         ahead_tokens = 0 if request is None else request.context
@@ -215,7 +210,7 @@ class SimWorker:
         copy_s = world.copy_s(self.worker_id, world.target_of(command), ahead_tokens)
         return Later(copy_s, copied_ahead, began)
 
-    def _frozen(self, world: Environment, command: do.CopyOut, bad: str, ahead_tokens: int) -> on.CommandDone:
+    def _frozen(self, world: WorkerWorld, command: do.CopyOut, bad: str, ahead_tokens: int) -> on.CommandDone:
         request = self.engine.freeze(command.request_id)
         if request is None:
             return self._failed(command, f"{command.request_id} cannot be frozen now", "unknown_request")
@@ -224,10 +219,10 @@ class SimWorker:
         locator = f"{self.worker_id}/{self.epoch}/{command.command_id}"
         left_tokens = max(1, request.context - ahead_tokens)
         version = self.version_of(request)
-        world.snapshots[locator] = KvSnapshot(version, self.worker_id, self.epoch, replace(request), left_tokens)
+        world.snapshots[locator] = SimSnapshot(version, self.worker_id, self.epoch, replace(request), left_tokens)
         return self._done(command, locator, request.tokens)
 
-    def _copy_in(self, world: Environment, command: do.CopyIn, bad: str) -> Outcome:
+    def _copy_in(self, world: WorkerWorld, command: do.CopyIn, bad: str) -> Outcome:
         snapshot = world.snapshots.get(command.locator)  # an undone handoff may have released it
         if snapshot is None or bad or snapshot.request.request_id != command.request_id:
             return self._failed(command, f"the snapshot {command.locator} is not whole", bad or "refused")

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from dora.core.forecast.cost import context_work
 from dora.errors import InvalidValue
 from dora.lab.sim.prompt_lengths import INTEGRAL_SCORES, normal_grid
-from dora.lab.sim.scenario import Lengths, Turns, Workload
+from dora.lab.sim.scenario import Lengths, SimTurns, Workload
 from dora.lab.sim.tasks import TaskShape, shapes_of, task_of_prompts
 from dora.lab.sim.traces import FloatColumn, IntColumn
-from dora.lab.sim_engine.request import Turn
+from dora.lab.sim_engine.request import EngineTurn
 
 FEATURES = 4
 BLOCK = 512  # prompts drawn at once, so that calls of any size see the same stream
@@ -51,15 +51,14 @@ class SimPrompt:
     max_tokens: int
     features: tuple[float, ...]
     lengths: tuple[int, ...]
-    turns: tuple[tuple[Turn, ...], ...]
+    turns: tuple[tuple[EngineTurn, ...], ...]
     sessions: bool = False  # the core knows the turns: a response's tokens include the answers
-    is_given: bool = False  # of sessions: their environments give the prompt
+    is_from_environment: bool = False  # of sessions: their environments give the prompt
     forks: float = 0.0  # of sessions: the share of turns that follow an earlier place
     group_size_min: int = 0  # responses that start at once; 0: all
 
     @property
     def at_once(self) -> int:
-        """The number of responses that start at the group's admission."""
         return self.group_size_min or self.group_size
 
     def tokens_left(self, index: int, turn: int) -> int:
@@ -79,12 +78,11 @@ class SimPrompt:
         spans, begin = [], 0
         for turn in self.turns_of(index):
             spans.append((begin, begin + turn.tokens))
-            begin += turn.tokens + given_tokens(turn)
+            begin += turn.tokens + environment_tokens(turn)
         return tuple(spans)
 
-    def turns_of(self, index: int) -> tuple[Turn, ...]:
-        """The turns of one response."""
-        return self.turns[index] if self.turns else (Turn(self.lengths[index], 0.0, 0),)
+    def turns_of(self, index: int) -> tuple[EngineTurn, ...]:
+        return self.turns[index] if self.turns else (EngineTurn(self.lengths[index], 0.0, 0),)
 
     def response_tokens(self, index: int) -> int:
         """The tokens of one response as the core counts them."""
@@ -152,13 +150,11 @@ class WorkloadStream:
         self._ready: deque[SimPrompt] = deque()
 
     def take(self, count: int) -> list[SimPrompt]:
-        """The next ``count`` prompts."""
         while len(self._ready) < count:
             self._draw_block()
         return [self._ready.popleft() for _ in range(count)]
 
     def _rows(self, tasks: IntColumn) -> Iterator[tuple[TaskShape, IntColumn]]:
-        """Each task with its rows of a column of tasks."""
         for index, shape in enumerate(self._shapes):
             yield shape, np.flatnonzero(tasks == index)
 
@@ -193,14 +189,13 @@ class WorkloadStream:
                     lengths=tuple(tokens),
                     turns=parts,
                     sessions=workload.sessions,
-                    is_given=workload.sessions and workload.prompts_given,
+                    is_from_environment=workload.sessions and workload.prompts_given,
                     forks=workload.forks if workload.sessions else 0.0,
                     group_size_min=workload.group_size_min,
                 )
             )
 
     def _lengths(self, chosen: IntColumn, steps: IntColumn) -> IntColumn:
-        """Response tokens, shape (prompts, group_size)."""
         lengths = self._workload.lengths
         common = math.sqrt(lengths.group_correlation) * self._difficulty[chosen, None]
         own = self._draw.standard_normal((len(chosen), self._workload.group_size))
@@ -212,9 +207,8 @@ class WorkloadStream:
         growth = np.exp(np.clip(steps * math.log1p(lengths.drift_per_step), -60.0, 60.0))
         return _whole(tokens * growth[:, None], lengths.cap_tokens)
 
-    def _turns(self, chosen: IntColumn, lengths: IntColumn) -> list[tuple[tuple[Turn, ...], ...]]:
-        """The turns of each response of each prompt; none if its task has one turn."""
-        turns: list[tuple[tuple[Turn, ...], ...]] = [()] * len(chosen)
+    def _turns(self, chosen: IntColumn, lengths: IntColumn) -> list[tuple[tuple[EngineTurn, ...], ...]]:
+        turns: list[tuple[tuple[EngineTurn, ...], ...]] = [()] * len(chosen)
         for shape, rows in self._rows(self._task[chosen]):
             if shape.turns.most > 1:
                 for row, parts in zip(rows.tolist(), _cut(lengths[rows], shape.turns, self._clock), strict=True):
@@ -222,7 +216,7 @@ class WorkloadStream:
         return turns
 
 
-def _cut(lengths: IntColumn, turns: Turns, rng: np.random.Generator) -> list[tuple[tuple[Turn, ...], ...]]:
+def _cut(lengths: IntColumn, turns: SimTurns, rng: np.random.Generator) -> list[tuple[tuple[EngineTurn, ...], ...]]:
     """Divides each response into 1 .. most turns, of at least one token, at uniformly random positions."""
     counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
     weights = rng.standard_exponential((*lengths.shape, turns.most))
@@ -255,7 +249,7 @@ class Filter:
         return Random(f"filter {self._seed} {prompt_id}").random() < self._fraction
 
 
-class Verifier:
+class SimVerifier:
     """A reward function: 1 or 0. A share of the prompts is settled, as all responses to it get the same."""
 
     def __init__(self, settled_fraction: float, seed: int) -> None:
@@ -325,11 +319,11 @@ def _features(difficulty: FloatColumn, correlation: float, rng: np.random.Genera
     return math.sqrt(each) * difficulty[:, None] + math.sqrt(1.0 - each) * noise
 
 
-def given_tokens(turn: Turn) -> int:
+def environment_tokens(turn: EngineTurn) -> int:
     """The tokens that a session's environment gives after a turn: at least one."""
     return max(1, turn.answer_tokens)
 
 
-def _split(count: int, tokens: list[int], latency_s: list[float], answer_tokens: int) -> tuple[Turn, ...]:
-    calls = [Turn(tokens[turn], latency_s[turn], answer_tokens) for turn in range(count - 1)]
-    return (*calls, Turn(tokens[count - 1], 0.0, 0))
+def _split(count: int, tokens: list[int], latency_s: list[float], answer_tokens: int) -> tuple[EngineTurn, ...]:
+    calls = [EngineTurn(tokens[turn], latency_s[turn], answer_tokens) for turn in range(count - 1)]
+    return (*calls, EngineTurn(tokens[count - 1], 0.0, 0))

@@ -21,12 +21,12 @@ from dora.core import events as on
 from dora.core.forecast.cost import CostModel
 from dora.lab.sim import partial
 from dora.lab.sim.driver import Order, WorkerDriver
-from dora.lab.sim.ledger import Response, Violation
+from dora.lab.sim.ledger import SimResponse, Violation
 from dora.lab.sim.pool import SimPool
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.trainer import SimTrainer
 from dora.lab.sim.worker import Parcel, SimWorker, resumed
-from dora.lab.sim.workload import FILTERED, Filter, SimPrompt, Verifier, WorkloadStream
+from dora.lab.sim.workload import FILTERED, Filter, SimPrompt, SimVerifier, WorkloadStream
 from dora.lab.sim_engine.engine import SimEngine
 
 TICK_S = 5.0
@@ -36,7 +36,6 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 
 def core_config(scenario: Scenario, stall_timeout_s: float = 0.0, trainer_stall_timeout_s: float = 0.0) -> Config:
-    """The configuration of the core in this scenario."""
     cluster = scenario.cluster
     known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
     balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
@@ -70,7 +69,7 @@ class World(WorkerDriver):
         self.machine = Machine(self.config) if policy is None else Machine(self.config, policy)
         self.prompts = WorkloadStream(scenario.workload, seed, scenario.trainer.groups_per_step)
         self.filter = Filter(scenario.filter_fraction, seed)
-        self.verifier = Verifier(scenario.workload.settled_fraction, seed)
+        self.verifier = SimVerifier(scenario.workload.settled_fraction, seed)
         self.cost = CostModel.of(scenario.cluster.cost)
         self.events = 0
         self._seed = seed
@@ -154,7 +153,6 @@ class World(WorkerDriver):
         self.handled(event, commands)
 
     def carry_out(self, event: on.Event, commands: list[do.Command]) -> None:
-        """Carries out the core's commands for this event."""
         for command in commands:
             if isinstance(command, do.WorkerCommand):
                 self.to_worker(command)
@@ -193,7 +191,6 @@ class World(WorkerDriver):
         return worker
 
     def join_pool(self, pool_id: str) -> SimPool:
-        """A new epoch of a pool, empty."""
         self._epochs += 1
         pool = SimPool.of(pool_id, self._epochs, self.cost, self.scenario.cluster.pool_tokens)
         pool.engine.clock_s = self.now_s
@@ -206,7 +203,6 @@ class World(WorkerDriver):
         return self.workers.get(name) or self.pools.get(name)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
-        """Removes a worker with all its requests."""
         if not worker.alive:
             return
         worker.alive = False
@@ -252,7 +248,6 @@ class World(WorkerDriver):
         return command.worker_id if handoff is None else handoff.target
 
     def send(self, worker: SimWorker, order: Order) -> None:
-        """Sends a command to a worker."""
         self._add(worker.orders, order, self._obey, worker)
 
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
@@ -294,14 +289,13 @@ class World(WorkerDriver):
 
     @cached_property
     def evaluated(self) -> WorkloadStream:
-        """The prompts of evaluations."""
         return WorkloadStream(self.scenario.workload, self._seed + 1, self.scenario.trainer.groups_per_step)
 
-    def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
+    def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationRequested:
         """The event that asks for an evaluation of ``count`` prompts from their own stream. The ledger records them."""
         taken = [replace(each, prompt_id=f"{evaluation_id}/{each.prompt_id}") for each in self.evaluated.take(count)]
         self.ledger.ask_evaluation(evaluation_id, taken)
-        return on.EvaluationAsked(evaluation_id, self._offered(taken), version, share)
+        return on.EvaluationRequested(evaluation_id, self._offered(taken), version, share)
 
     def _offered(self, drawn: list[SimPrompt]) -> tuple[on.OfferedPrompt, ...]:
         known = self.scenario.balance.predictor == "oracle"
@@ -309,9 +303,9 @@ class World(WorkerDriver):
             on.OfferedPrompt(
                 prompt.prompt_id,
                 prompt.task_id,
-                0 if prompt.is_given else prompt.prompt_tokens,
+                0 if prompt.is_from_environment else prompt.prompt_tokens,
                 prompt.group_size,
-                prompt.max_tokens + self._most_given_tokens,
+                prompt.max_tokens + self._most_environment_tokens,
                 key=prompt.key,
                 features=prompt.features,
                 known_tokens=tuple(map(prompt.response_tokens, range(prompt.group_size))) if known else (),
@@ -323,8 +317,7 @@ class World(WorkerDriver):
         )
 
     @cached_property
-    def _most_given_tokens(self) -> int:
-        """The most tokens that an environment gives to one session."""
+    def _most_environment_tokens(self) -> int:
         workload = self.scenario.workload
         turns = [workload.turns, *(task.turns for task in workload.tasks if task.turns is not None)]
         return max((each.most - 1) * max(1, each.answer_tokens) for each in turns) if workload.sessions else 0
@@ -354,25 +347,22 @@ class World(WorkerDriver):
         self._begins_idle(command.replacement_id)
 
     def _begins_idle(self, request_id: str) -> None:
-        """Calls the environment of a session without a prompt."""
         response = self.ledger.responses[request_id]
         if response.idle:
             self.call_environment(request_id, response)
 
     def turns_ended(self, event: on.Progress) -> None:
-        """Calls the environments of the sessions whose turn has ended."""
         for request_id in event.finished:
             response = self.ledger.responses.get(request_id)
             if response is not None and response.prompt.sessions:
                 self.call_environment(request_id, response)
 
-    def call_environment(self, request_id: str, response: Response) -> None:
+    def call_environment(self, request_id: str, response: SimResponse) -> None:
         """An environment answers after a time that its turn determines, however often it is called."""
         answer_s = self.ledger.answer_s(request_id, response.turn, self.now_s)
         self.after(max(0.0, answer_s - self.now_s), self._environment, request_id, response, response.turn)
 
-    def _environment(self, request_id: str, response: Response, turn: int) -> None:
-        """Asks the next turn of a session, or ends it after its last."""
+    def _environment(self, request_id: str, response: SimResponse, turn: int) -> None:
         if self.ledger.responses.get(request_id) is not response or response.finished or response.troubled:
             return
         if response.turn != turn or not response.idle:

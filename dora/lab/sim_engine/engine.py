@@ -15,9 +15,9 @@ from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 
 from dora.core.forecast.cost import CostModel
-from dora.lab.sim_engine.request import AWAY, FROZEN, RUNNING, WAITING, Phase, SimRequest, Totals
+from dora.lab.sim_engine.request import AWAY, FROZEN, RUNNING, WAITING, EnginePhase, SimRequest, Totals
 
-__all__ = ["Phase", "SimEngine", "SimRequest"]
+__all__ = ["EnginePhase", "SimEngine", "SimRequest"]
 
 EPSILON_STEPS = 1e-6
 STALE_MAX = 256  # entries of requests that have stopped, beside as many as run, before a heap is made anew
@@ -97,9 +97,9 @@ class SimEngine:
             self._queue_first(request)
             self._admit()
 
-    def extend(self, request: SimRequest, given_tokens: int, turn_tokens: int, cut_tokens: int = 0) -> None:
-        """Begins the next turn of a kept request: its last ``cut_tokens`` go, the given tokens are prefilled, then so
-        many are sampled.
+    def extend(self, request: SimRequest, input_tokens: int, turn_tokens: int, cut_tokens: int = 0) -> None:
+        """Begins the next turn of a kept request: its last ``cut_tokens`` go, the environment tokens are prefilled,
+        then so many are sampled.
         """
         request.turn += 1
         request.left = turn_tokens
@@ -107,8 +107,8 @@ class SimEngine:
             self.kv -= cut_tokens
             self.unread -= cut_tokens * request.unread
         request.tokens -= cut_tokens
-        self._give(request, given_tokens)
-        request.tokens += given_tokens
+        self._give(request, input_tokens)
+        request.tokens += input_tokens
         self._queue_first(request)
         self._admit()
 
@@ -131,7 +131,6 @@ class SimEngine:
         self.totals.reprefill_s += again_s
 
     def tokens_of(self, request: SimRequest) -> int:
-        """Response tokens so far."""
         if request.phase is not RUNNING:
             return request.tokens
         return request.tokens + self._done(request)
@@ -187,7 +186,6 @@ class SimEngine:
     # -------------------------------------------------------------------------------------------------------- details
 
     def _ended(self) -> list[SimRequest]:
-        """The requests whose turn or response has ended by now; they leave the heap."""
         ended: list[SimRequest] = []
         while self._ends and self._ends[0][0] <= self.steps + EPSILON_STEPS:
             entry = heappop(self._ends)
@@ -215,7 +213,6 @@ class SimEngine:
         return min(int(self.steps - request.since_step + EPSILON_STEPS), request.left)
 
     def _decode(self, seconds: float) -> None:
-        """``seconds`` of decoding with the present batch."""
         linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
         square_s = self.cost.kv_token_s * self.running / 2
         if square_s > 0.0:
@@ -227,7 +224,6 @@ class SimEngine:
         self._grow(steps)
 
     def _grow(self, steps: float) -> None:
-        """So many steps have been decoded."""
         totals = self.totals
         totals.context_token_steps += (self.kv - self.unread) * steps + self.running * steps * steps / 2
         totals.steps += steps
@@ -252,7 +248,6 @@ class SimEngine:
         request.phase = AWAY
 
     def _let_out(self, request: SimRequest) -> None:
-        """Its KV leaves the engine."""
         if not request.resident:
             return
         self.kv -= request.context
@@ -283,7 +278,6 @@ class SimEngine:
             self._prefill(tokens)
 
     def _settle_in(self, request: SimRequest) -> None:
-        """Its KV is on the engine."""
         self.kv += request.context
         request.resident = request.cached = True
         self._siblings[request.group_id] += 1

@@ -4,20 +4,18 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class Phase(Enum):
-    """The state of a request inside its engine."""
-
+class EnginePhase(Enum):
     WAITING = auto()  # for a slot or for KV
     RUNNING = auto()
     AWAY = auto()  # its environment answers, or its next turn has not been asked; the KV stays
     FROZEN = auto()  # a handoff copies it
 
 
-WAITING, RUNNING, AWAY, FROZEN = Phase  # by name: Python 3.11 takes long to look up an enumeration's member
+WAITING, RUNNING, AWAY, FROZEN = EnginePhase  # by name: Python 3.11 takes long to look up an enumeration's member
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class EngineTurn:
     """One turn: ``tokens`` are sampled, then the environment takes ``environment_s`` and adds ``answer_tokens``."""
 
     tokens: int
@@ -36,7 +34,7 @@ class SimRequest:
     tokens: int  # response tokens; while it runs: at ``since_step``
     left: int  # response tokens to the end of this turn, counted like ``tokens``
     length: int  # response tokens at the end
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[EngineTurn, ...] = ()
     turn: int = 0
     cached: bool = False  # its KV exists, on the engine or in host memory: no prefill before it runs
     resident: bool = False  # its KV lies on the engine
@@ -44,7 +42,7 @@ class SimRequest:
     forked: bool = False  # a session: its present turn has left the branch of the one before
     cut_tokens: int = 0  # tokens that the KV of that branch loses to serve this turn; 0: it does not serve it
     keeps: bool = False  # a session: it stays at the end of each turn, and its tokens include the answers
-    phase: Phase = WAITING
+    phase: EnginePhase = WAITING
     since_step: float = 0.0
     start: int = 0  # number of its present run on its engine
     order: int = 0  # of arrival; the youngest is preempted first

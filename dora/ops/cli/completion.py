@@ -30,14 +30,12 @@ Values = list[str] | list[tuple[str, str]]  # a value, or a value and its descri
 
 
 def service_settings(incomplete: str) -> list[str]:
-    """Completes ``section.field=value`` of a service's configuration."""
     from dora.config import Config
 
     return _settings(Config, incomplete)
 
 
 def scenario_settings(incomplete: str) -> list[str]:
-    """Completes ``section.field=value`` of a scenario."""
     from dora.lab.sim.scenario import Scenario
 
     return _settings(Scenario, incomplete)
@@ -92,7 +90,6 @@ def predictors() -> list[str]:
 
 
 def faults(incomplete: str) -> Values:
-    """Completes a comma-separated list of fault kinds."""
     from dora.lab.sim.faults.fault_kinds import KINDS
 
     typed = incomplete[: incomplete.rfind(",") + 1]
@@ -100,7 +97,6 @@ def faults(incomplete: str) -> Values:
 
 
 def event_kinds(incomplete: str) -> list[str]:
-    """Completes a comma-separated list of event and command kinds."""
     from dora.orchestrator.recovery.replay import KINDS
 
     typed = incomplete[: incomplete.rfind(",") + 1]
@@ -128,7 +124,6 @@ def requests(context: typer.Context) -> Values:
 
 
 def _settings(model: "type[BaseModel]", incomplete: str) -> list[str]:
-    """Completes setting names, or the values of the only name that matches."""
     fields = dict(_fields(model, ""))
     typed = incomplete.partition("=")[0]
     names = [typed] if typed in fields else [name for name in fields if name.startswith(typed)]
@@ -161,7 +156,6 @@ def _values(name: str, field: Any) -> list[str]:
 
 
 def _served(context: typer.Context, *kinds: Literal["worker", "host", "pool", "request"]) -> Values:
-    """Names and states of the objects of these kinds, from the service that the command line addresses."""
     from dora.client import Operator
 
     address = str(context.params.get("address") or os.environ.get("DORA_ADDRESS") or DEFAULT_ADDRESS)

@@ -107,7 +107,7 @@ def demo(
     )
     console = stderr() if as_json else stdout()
     folder = OutFolder(out)
-    with screen_for(console, f"dora demo --model {model}{' --agent' * agent}", options.steps_asked) as screen:
+    with screen_for(console, f"dora demo --model {model}{' --agent' * agent}", options.steps_planned) as screen:
         try:
             report = asyncio.run(_run(options, folder, screen))
         except asyncio.CancelledError:  # by a signal

@@ -9,13 +9,13 @@ import typer
 from rich.text import Text
 
 from dora.ops.cli.exits import ExitCode
-from dora.ops.cli.options import JsonOption, TokenOption, refuse_given
+from dora.ops.cli.options import JsonOption, TokenOption, refuse_options
 from dora.ops.cli.output import print_result
 from dora.ops.view.tables import Facts
 
 if TYPE_CHECKING:
     from dora.client import Operator
-    from dora.ops.doctor.verdict import Verdict
+    from dora.ops.doctor.verdict import StageResult
     from dora.rpc.dora_pb2 import ExaminedHost
 
 EXAMPLE = "dora doctor --device cuda"
@@ -55,10 +55,10 @@ def doctor(
     now. It exits with 1 if something is to be done.
     """
     if service:
-        refuse_given(context, ("--device", "--model", "--stage"), "with --service")
+        refuse_options(context, ("--device", "--model", "--stage"), "with --service")
         _examine(service, token, probe, as_json)
         return
-    refuse_given(context, ("--probe",), "without --service")
+    refuse_options(context, ("--probe",), "without --service")
     from dora.host.placement import placement_of
     from dora.models import resolve_model
     from dora.ops.doctor.run import chosen, run_stages
@@ -103,7 +103,7 @@ def _examine(service: str, token: str | None, probe: bool, as_json: bool) -> Non
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _table(device: str, verdicts: Sequence["Verdict"]) -> Facts:
+def _table(device: str, verdicts: Sequence["StageResult"]) -> Facts:
     table = Facts(f"this machine, on {device}")
     for verdict in verdicts:
         text = Text(verdict.outcome, STYLES[verdict.outcome])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dora.config import given, load_config
+from dora.config import load_config, overrides_of
 from dora.errors import MISSING
 from dora.ops.cli.exits import say
 from dora.ops.cli.options import SettingsOption, token_option
@@ -50,7 +50,7 @@ def environment(
     secret = token or find_token(service)
     if not secret:
         raise Unauthenticated("token", MISSING, f"the environment's or owner's token: {WHERE}")
-    config = load_config(None, [*(settings or ()), *given({"environment.spec": spec})])
+    config = load_config(None, [*(settings or ()), *overrides_of({"environment.spec": spec})])
     options = EnvironmentOptions(service=service, token=secret, settings=config.environment, model=model)
     try:
         asyncio.run(_run(options))

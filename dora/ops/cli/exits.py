@@ -158,14 +158,16 @@ class DoraGroup(TyperGroup):
             return super().invoke(ctx)
         except DoraError as error:
             say(f"dora: {error}")
-            raise typer.Exit(exit_code_of(error, asked=ctx.invoked_subcommand in ASKING)) from error
+            raise typer.Exit(exit_code_of(error, calls_service=ctx.invoked_subcommand in ASKING)) from error
         except KeyboardInterrupt:
             sys.stderr.write("dora: interrupted\n")
             raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
-    """The exit code for an expected failure. ``asked``: whether the command calls a service, which may have refused."""
+def exit_code_of(error: DoraError, calls_service: bool = True) -> ExitCode:
+    """The exit code for an expected failure. ``calls_service``: whether the command calls a service, which may have
+    refused.
+    """
     from dora.rpc.errors import LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (
@@ -179,4 +181,4 @@ def exit_code_of(error: DoraError, asked: bool = True) -> ExitCode:
         (InvalidValue, ExitCode.USAGE),  # subclasses before their base
     )
     code = next((code for kind, code in table if isinstance(error, kind)), ExitCode.FAILED)
-    return ExitCode.USAGE if code is ExitCode.REFUSED and not asked else code
+    return ExitCode.USAGE if code is ExitCode.REFUSED and not calls_service else code

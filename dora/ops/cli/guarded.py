@@ -34,9 +34,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     added = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in OPTIONS.items()]
 
     @functools.wraps(command)
-    def with_options(*arguments: Any, **given: Any) -> None:
-        with _stated({name: given.pop(name, None) for name in OPTIONS}):
-            command(*arguments, **given)
+    def with_options(*arguments: Any, **values: Any) -> None:
+        with _stated({name: values.pop(name, None) for name in OPTIONS}):
+            command(*arguments, **values)
 
     with_options.__signature__ = signature.replace(  # type: ignore[attr-defined] # read by inspect
         parameters=[*signature.parameters.values(), *added]
@@ -47,10 +47,9 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _stated(options: dict[str, str | None]) -> Iterator[None]:
-    """Sets the variables of the given options during the block."""
-    given = {_VARIABLES[name]: value for name, value in options.items() if value is not None}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    values = {_VARIABLES[name]: value for name, value in options.items() if value is not None}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora.agents.front.asked import CHOICES_MAX
-from dora.agents.front.door import CLOSED_MAX, Limits
-from dora.agents.front.replays import KEPT_MAX, KEPT_S
+from dora.agents.front.gateway import CLOSED_MAX, FrontLimits
+from dora.agents.front.replays import REPLAYS_MAX, REPLAYS_S
+from dora.agents.front.request import CHOICES_MAX
 from dora.agents.front.sessions import BRANCHES_MAX
 from dora.core.rules.evaluation import EVALUATIONS_MAX, RESPONSES_MAX, SHARE_MAX
 from dora.data.limits import (
@@ -56,8 +56,7 @@ WAITS: Final = "the next one waits"
 
 
 def front_limits() -> Iterator[tuple[str, str, str]]:
-    """Yields the bounds of a front."""
-    front = Limits()
+    front = FrontLimits()
     yield "front: connections", f"{front.connections:,}", "503, closed"
     yield "front: requests in flight of one key or session", f"{front.in_flight:,}", "429"
     yield "front: body, and time until it has come", f"{front.body_bytes >> 20} MiB; {front.body_s:g} s", "413; 400"
@@ -65,7 +64,7 @@ def front_limits() -> Iterator[tuple[str, str, str]]:
     yield "front: sessions; branches of one", f"{front.sessions:,}; {BRANCHES_MAX:,}", "429"
     yield "front: choices of a request; prompts of one", f"{CHOICES_MAX}; {CHOICES_MAX}", "400"
     yield "front: time of a session without a call", f"{front.idle_s:g} s", "closed with the reward that it has"
-    yield "front: requests that a retry finds; for how long", f"{KEPT_MAX:,}; {KEPT_S:g} s", "sampled anew"
+    yield "front: requests that a retry finds; for how long", f"{REPLAYS_MAX:,}; {REPLAYS_S:g} s", "sampled anew"
     yield "front: browsers that follow its page; that have signed in", f"{VIEWERS}; {BROWSERS:,}", "503; signed out"
     yield "front: ended sessions that late calls are refused for", f"{CLOSED_MAX:,}", "the oldest is forgotten"
 

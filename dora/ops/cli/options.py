@@ -27,7 +27,7 @@ def source_of(token: str) -> str | Path:
     return _FILES.get(token, token)
 
 
-def token_given(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+def passed_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Returns the token of ``--token-file`` or DORA_TOKEN. A token is no argument: every user can read arguments. This
     process shows it to no other one of its user.
     """
@@ -44,7 +44,7 @@ def token_given(context: typer.Context, parameter: typer.CallbackParam, value: s
 def token_option(meaning: str) -> Any:
     """Returns the option of a command that needs a token. ``meaning``: which token, and the default."""
     return typer.Option(
-        "--token-file", metavar="FILE", envvar="DORA_TOKEN", show_envvar=False, callback=token_given, help=meaning
+        "--token-file", metavar="FILE", envvar="DORA_TOKEN", show_envvar=False, callback=passed_token, help=meaning
     )
 
 
@@ -86,20 +86,20 @@ def window_size(option: str | None) -> "WindowSize | None":
         return option  # type: ignore[return-value]
 
 
-def given_options(context: typer.Context) -> dict[str, Any]:
+def passed_options(context: typer.Context) -> dict[str, Any]:
     """The options given on the command line and their values, in the order of the help; names as text."""
-    given = {}
+    passed = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[parameter.name or ""]
-            given[parameter.opts[0]] = value if isinstance(value, int | float | list) else str(value)
-    return given
+            passed[parameter.opts[0]] = value if isinstance(value, int | float | list) else str(value)
+    return passed
 
 
-def refuse_given(context: typer.Context, options: Iterable[str], reason: str) -> None:
+def refuse_options(context: typer.Context, options: Iterable[str], reason: str) -> None:
     """Raises InvalidValue for the first of ``options`` that was given. ``reason``: why it has no effect."""
-    given = given_options(context)
+    passed = passed_options(context)
     for option in options:
-        if option in given:
-            raise InvalidValue(option, given[option], f"left out {reason}")
+        if option in passed:
+            raise InvalidValue(option, passed[option], f"left out {reason}")

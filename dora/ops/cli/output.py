@@ -40,7 +40,6 @@ def stderr() -> Console:
 
 
 def print_json(tree: object) -> None:
-    """Prints ``tree`` as the command's single JSON document."""
     sys.stdout.write(json_text(tree, indent=2) + "\n")
 
 
@@ -61,7 +60,6 @@ def _finite(tree: object) -> object:
 
 
 def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
-    """Prints the command's result: ``tree`` as JSON, or ``shown`` for people."""
     if as_json:
         print_json(tree)
     else:
@@ -69,7 +67,6 @@ def print_result(tree: object, shown: RenderableType, as_json: bool) -> None:
 
 
 def print_reply(reply: "OperatorReply", as_json: bool) -> None:
-    """Prints the reply to an operator's command."""
     if as_json:
         print_json(plain(reply))
     else:

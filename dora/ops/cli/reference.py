@@ -30,7 +30,7 @@ from dora.lab.sim.faults.fault_kinds import KINDS
 from dora.lab.sim.faults.sweep import SweepReport
 from dora.lab.sim.figures.report import BrokenReport, Report
 from dora.lab.sim.scenario import Scenario
-from dora.metrics.declaration import Declared
+from dora.metrics.declaration import DeclaredMetric
 from dora.metrics.distribution import Distribution
 from dora.ops.cli import tls
 from dora.ops.cli.app import COMMANDS
@@ -217,7 +217,7 @@ def _named(texts: Mapping[str, str]) -> Rows:
     return ((f"`{name}`", text) for name, text in texts.items())
 
 
-def _metrics(declared: Iterable[Declared[Any]], histograms: Iterable[Distribution] = ()) -> Rows:
+def _metrics(declared: Iterable[DeclaredMetric[Any]], histograms: Iterable[Distribution] = ()) -> Rows:
     for each in declared:
         yield f"`{each.name}`", each.kind, ", ".join(f"`{label}`" for label in each.labels), each.meaning
     for distribution in histograms:
@@ -242,13 +242,11 @@ def _commands() -> Rows:
 
 
 def _access() -> Rows:
-    """A row for each method: which roles may call it."""
     for method in ACCESS:
         yield f"`{method}`", *("yes" if may_call(role, method) else "" for role in Role)
 
 
 def _routes() -> Rows:
-    """A row for each route of a front, and for the pages of the metrics: which roles of certificates may use them."""
     within = {f"`{each.verb} {each.path}`, also within `{SESSION}`": each.does for each in AGENTS}
     within |= {f"`{TINKER}...`, also within `{SESSION}`": TURNS}
     own = {f"`{each.verb} {each.path}`": each.does for each in OWN}
@@ -272,7 +270,6 @@ def _columns(columns: Iterable[Column[Any]]) -> Rows:
 
 
 def _fields(kind: Any, *below: tuple[str, Any]) -> Rows:
-    """Rows for the fields of ``kind``, including nested ones. ``below``: further kinds with their prefixes."""
     return (row for place, each in (("", kind), *below) for row in _placed(each, place))
 
 
@@ -296,7 +293,6 @@ def _inner(hint: Any) -> tuple[Any, str]:
 
 
 def _run_fields() -> Rows:
-    """Rows for the fields of one run, each with the table row that shows it."""
     lines: dict[str, str] = {}
     for line in LINES:
         for field in line.fields:
@@ -308,7 +304,6 @@ def _run_fields() -> Rows:
 
 
 def _settings(model: type[BaseModel], place: str = "", defaults: object = None) -> Rows:
-    """``defaults``: the section's default value, if it differs from the defaults of its class."""
     for name, field in model.model_fields.items():
         section, default = section_of(field), getattr(defaults, name, field.default)
         if section is not None:

@@ -32,14 +32,14 @@ def token(
 ) -> None:
     """Print the token of a role, derived from the owner's token."""
     from dora.rpc.errors import Unauthenticated
-    from dora.rpc.roles import Role, Tokens
+    from dora.rpc.roles import Role, ServiceTokens
 
     if role not in list(Role):
         raise InvalidValue("ROLE", role, one_of(role, list(Role)))
     owner = token or find_token(address)
     if not owner:
         raise Unauthenticated("token", MISSING, f"the owner's: {WHERE}")
-    found = Tokens(owner).of[Role(role)]
+    found = ServiceTokens(owner).of[Role(role)]
     if call:
         name, value = asyncio.run(header_of(address, found, f"/{call.strip('/')}"))
         if as_json:

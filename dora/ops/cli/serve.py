@@ -150,7 +150,6 @@ def _front(listen: str, key_file: Path | None, config: Config) -> "FrontProcess"
 
 
 def _environment(config: Config) -> "EnvironmentProcess | None":
-    """The process of the environment, if there is one. Raises InvalidValue for a class that cannot be loaded."""
     from dora.agents.environment.child import EnvironmentProcess
     from dora.orchestrator.guard import tls_of_children
 
@@ -160,7 +159,6 @@ def _environment(config: Config) -> "EnvironmentProcess | None":
 
 
 def _run_preflight(config: Config) -> None:
-    """Runs all checks of a start and reports them on stderr. Raises as a start would."""
     from dora.orchestrator.preflight import run_preflight
 
     asyncio.run(run_preflight(config, lambda what, found: _print_progress(f"checked {what}: {found}")))

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from typer import Context, Option
 
-from dora.config import Override, given
+from dora.config import Override, overrides_of
 from dora.ops.cli import completion
 from dora.ops.cli.options import WINDOW_METAVAR, source_of, token_option, window_size
 from dora.tls.files import FOLDER_VARIABLE, VARIABLES
@@ -135,7 +135,7 @@ def short_options(context: Context) -> list[Override]:
     """Returns the settings that the options of this call give."""
     of_call = context.params
     source = source_of(of_call["token"] or "")
-    return given(
+    return overrides_of(
         {
             **{setting: of_call[name] for name, setting in SETTINGS.items()},
             "window.size": window_size(of_call["window"]),

@@ -20,7 +20,7 @@ Trained = Mapping[int, Sequence[str]]  # trained group ids by committed step
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditFindings:
     """The findings from run record and trainer. Ids are sorted."""
 
     groups_trained: int
@@ -61,7 +61,7 @@ def read_record(path: Path) -> list[Row]:
     return rows
 
 
-def audit(rows: Sequence[Row], trained: Trained) -> Audit:
+def audit(rows: Sequence[Row], trained: Trained) -> AuditFindings:
     """Checks C1 to C3 over ``rows``.
 
     A group is lost if the trainer trained it and the run record lacks one of its samples, if the record contains only a
@@ -81,7 +81,7 @@ def audit(rows: Sequence[Row], trained: Trained) -> Audit:
     }
     duplicated = {group_id for group_id, times in times_trained.items() if times > 1}
     duplicated |= {group_id for group_id, members in groups.items() if _repeats(members)}
-    return Audit(
+    return AuditFindings(
         groups_trained=len(times_trained),
         groups_lost=tuple(sorted(lost)),
         groups_duplicated=tuple(sorted(duplicated)),

@@ -13,8 +13,6 @@ DEFAULT_OUT: Final = Path("out/demo")
 
 @dataclass(frozen=True, slots=True)
 class OutFolder:
-    """Paths of one demo run."""
-
     root: Path
 
     @property

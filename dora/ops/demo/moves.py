@@ -11,7 +11,7 @@ UNFINISHED: Final = ("waiting", "running", "moving")  # states in which a worker
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MoveArc:
     """Requests that left ``source`` and came to ``target`` at the same times: an arc of the timeline.
 
     A request that was parked in between may come back to the worker that it left.
@@ -38,7 +38,7 @@ class MoveWatch:
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}  # of open trajectories only
 
-    def seen(self, rows: Iterable[TrajectoryStatus], workers: Container[str], now_s: float) -> tuple[Move, ...]:
+    def seen(self, rows: Iterable[TrajectoryStatus], workers: Container[str], now_s: float) -> tuple[MoveArc, ...]:
         """The moves that ended since the previous list, in a fixed order.
 
         ``rows``: all open trajectories. ``workers``: names; other holders are pools. A request that both began and
@@ -57,6 +57,6 @@ class MoveWatch:
             present[row.trajectory_id] = _Seen(row.worker, now_s)
         self._seen = present
         return tuple(
-            Move(round(left_s, 3), round(now_s, 3), source, target, version, requests)
+            MoveArc(round(left_s, 3), round(now_s, 3), source, target, version, requests)
             for (left_s, source, target, version), requests in sorted(moves.items())
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.client.replay import ReplayBy, ReplayPlanner
-from dora.config import Config, WindowSize, given, load_config
+from dora.config import Config, WindowSize, load_config, overrides_of
 from dora.errors import InvalidValue
 from dora.ops.demo.folder import OutFolder
 from dora.ops.demo.held_out import has_held_out
@@ -56,24 +56,23 @@ class DemoOptions:
         return preset(self.model, is_agent=self.is_agent)
 
     @property
-    def steps_asked(self) -> int:
+    def steps_planned(self) -> int:
         return self.preset.steps if self.steps is None else self.steps
 
     @property
     def evaluation_period(self) -> int:
         """Steps from one evaluated version to the next; 0: none is."""
-        return max(1, self.steps_asked // 4) if self.evaluate_every is None else self.evaluate_every
+        return max(1, self.steps_planned // 4) if self.evaluate_every is None else self.evaluate_every
 
     @property
     def rate(self) -> float:
-        """The trainer's learning rate."""
         return self.preset.learning_rate if self.learning_rate is None else self.learning_rate
 
 
 def service_config(options: DemoOptions, folder: OutFolder) -> Config:
     """The preset, overridden by ``options.settings`` and then by the given options. Raises like ``load_config``."""
     chosen = options.preset
-    defaults = given(
+    defaults = overrides_of(
         {
             "prompts": chosen.prompts,
             "environment.spec": chosen.environment or None,
@@ -93,7 +92,7 @@ def service_config(options: DemoOptions, folder: OutFolder) -> Config:
             "service.drain_timeout_s": DRAIN_TIMEOUT_S,
         }
     )
-    asked = given(
+    own = overrides_of(
         {
             "model": options.model,
             "record": str(folder.record),
@@ -105,10 +104,12 @@ def service_config(options: DemoOptions, folder: OutFolder) -> Config:
             "workers.count": options.workers,
         }
     )
-    config = load_config(None, [*defaults, *options.settings, *asked])
+    config = load_config(None, [*defaults, *options.settings, *own])
     if options.evaluation_period and not config.evaluation.prompts and has_held_out(config.prompts.source):
-        held_out = given({"evaluation.prompts": str(folder.held_out), "evaluation.every": options.evaluation_period})
-        config = load_config(None, [*defaults, *held_out, *options.settings, *asked])
+        held_out = overrides_of(
+            {"evaluation.prompts": str(folder.held_out), "evaluation.every": options.evaluation_period}
+        )
+        config = load_config(None, [*defaults, *held_out, *options.settings, *own])
     if config.workers.engine == "fake":
         raise InvalidValue("workers.engine", "fake", "vllm: a demo's trainer learns from what the model samples")
     return config

@@ -4,16 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, TypedDict
 
-from dora.ops.demo.audit import Audit, Row, Trained, audit, mean_reward, quarters, step_summaries
+from dora.ops.demo.audit import AuditFindings, Row, Trained, audit, mean_reward, quarters, step_summaries
 from dora.ops.demo.series import Shares
 from dora.ops.verify import replays
 
 NO_SHARES: Final = Shares()
 
 
-class Evaluated(TypedDict):
-    """A version's evaluation on the held-out prompts."""
-
+class VersionEvaluation(TypedDict):
     version: Annotated[int, "the version"]
     responses: Annotated[int, "responses to the held-out prompts"]
     reward: Annotated[float | None, "their mean reward; null: none was valid"]
@@ -28,14 +26,14 @@ class DemoRun:
     workers: int
     groups_per_step: int
     group_size: int
-    steps_asked: int
+    steps_planned: int
     groups_open_at_end: int = 0  # admitted, not committed: the service samples while the last step trains
     groups_overdue_at_end: int = 0  # of these, groups past their deadline
     kill_worker_after_s: float | None = None  # None: no worker was to be killed
     workers_killed: int = 0
     replay_share: float = 0.0  # asked for
     replayed: Trained = field(default_factory=dict)  # groups that the trainer trained on once more, by step
-    evaluated: tuple[Evaluated, ...] = ()
+    evaluated: tuple[VersionEvaluation, ...] = ()
     environment: str = ""  # that drove sessions of several turns; empty: single answers
 
 
@@ -83,7 +81,7 @@ class DemoReport(TypedDict):
     mean_reward_by_step: Annotated[list[float | None], "mean reward of each step; null where no reward was valid"]
     reward_first: Annotated[float | None, "mean reward of the first quarter of the steps"]
     reward_last: Annotated[float | None, "mean reward of the last quarter of the steps"]
-    evaluated: Annotated[list[Evaluated], "evaluations on prompts that are never trained on, by version"]
+    evaluated: Annotated[list[VersionEvaluation], "evaluations on prompts that are never trained on, by version"]
     answer_first: Annotated[str, "the verifier's log for the response of median reward in the first step; may be empty"]
     answer_last: Annotated[str, "the same for the last step"]
     tokens_per_s: Annotated[float, "delivered tokens/s, from the service's first reply to the last commit"]
@@ -195,7 +193,6 @@ def build_report(
 
 
 def _replays(rows: Sequence[Row], trained: Trained, run: DemoRun) -> Iterator[str]:
-    """Violations of the replayed groups' bounds, by the record's versions and windows."""
     last_steps = {
         row["group_id"]: row["behaviour_version"] + (row.get("window_versions") or run.window) - 1 for row in rows
     }
@@ -213,7 +210,7 @@ def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:
     return int(counters.get("groups_admitted", 0) - known)
 
 
-def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -> list[str]:
+def _disagreements(found: AuditFindings, counters: Mapping[str, float], vanished: int) -> list[str]:
     recomputed = {
         "groups_trained": found.groups_trained,
         "staleness_max": found.staleness_max,
@@ -239,7 +236,7 @@ def _disagreements(found: Audit, counters: Mapping[str, float], vanished: int) -
     return sentences
 
 
-def _failures(report: DemoReport, run: DemoRun, found: Audit) -> list[str]:
+def _failures(report: DemoReport, run: DemoRun, found: AuditFindings) -> list[str]:
     zeroes = {name: report[name] for name in ("groups_lost", "groups_duplicated", "c1_violations")}
     sentences = [f"{name} = {count}, must be 0" for name, count in zeroes.items() if count]
     if report["staleness_max"] > run.window - 1:
@@ -247,8 +244,8 @@ def _failures(report: DemoReport, run: DemoRun, found: Audit) -> list[str]:
     if found.trained_early:
         early = f"{len(found.trained_early)} trajectories were trained before their version was published"
         sentences.append(f"{early}, e.g. {found.trained_early[0]}")
-    if report["steps"] != run.steps_asked:
-        sentences.append(f"steps = {report['steps']}, must be {run.steps_asked}")
+    if report["steps"] != run.steps_planned:
+        sentences.append(f"steps = {report['steps']}, must be {run.steps_planned}")
     return sentences + [f"service and run record disagree: {sentence}" for sentence in report["disagreements"]]
 
 

@@ -27,11 +27,11 @@ from dora.ops.demo.folder import OutFolder
 from dora.ops.demo.held_out import write_held_out
 from dora.ops.demo.moves import MoveWatch
 from dora.ops.demo.options import DemoOptions, service_config
-from dora.ops.demo.report import DemoReport, DemoRun, DemoSeconds, Evaluated, build_report
+from dora.ops.demo.report import DemoReport, DemoRun, DemoSeconds, VersionEvaluation, build_report
 from dora.ops.demo.screen import Screen
 from dora.ops.demo.series import read_series, sample_json, sample_of, shares
 from dora.ops.demo.timeline import TrainerSpan, draw_timeline
-from dora.ops.demo.trainer_process import CommittedStep, TrainerProcess
+from dora.ops.demo.trainer_process import TrainedStep, TrainerProcess
 from dora.ops.stored_token import left_token
 from dora.ops.view.learning import learning_of
 from dora.ops.view.learning_page import page, text_of
@@ -59,7 +59,7 @@ class GroupBalance:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class RunObservations:
     """Observations of a run while the service was running."""
 
     balance: GroupBalance
@@ -67,13 +67,13 @@ class Watched:
     replayed: dict[int, list[str]]
     model_s: float  # event loop time when the model was prepared
     ready_s: float  # event loop time when all workers were ready
-    committed: list[CommittedStep]
+    committed: list[TrainedStep]
     trainer_failure: str  # empty: it succeeded
     workers_killed: int  # on request
 
 
 Ready = asyncio.Future[ServiceHandle]  # set when all workers are ready
-Use = Callable[[ServiceHandle, Ready], Coroutine[Any, Any, Watched]]
+Use = Callable[[ServiceHandle, Ready], Coroutine[Any, Any, RunObservations]]
 
 
 async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
@@ -98,7 +98,7 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
         workers=config.workers.count,
         groups_per_step=config.window.groups_per_step,
         group_size=config.rollout.group_size,
-        steps_asked=options.steps_asked,
+        steps_planned=options.steps_planned,
         groups_open_at_end=watched.balance.groups_open,
         groups_overdue_at_end=watched.balance.groups_overdue,
         kill_worker_after_s=options.kill_worker_after_s,
@@ -125,13 +125,12 @@ async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> D
 
 
 def _write_page(folder: OutFolder, title: str) -> None:
-    """The page of ``dora report``. A run without a commit has none."""
     if (folder.record / STEPS_FILE).exists():
         content = page(learning_of(folder.record), title, 0.0, text_of(folder.record))
         folder.page.write_text(content, encoding="utf-8")
 
 
-def _seconds(started_s: float, watched: Watched, ended_s: float) -> DemoSeconds:
+def _seconds(started_s: float, watched: RunObservations, ended_s: float) -> DemoSeconds:
     commits_s = [step.committed_s for step in watched.committed] or [watched.ready_s]
     ready_s = min(watched.ready_s, commits_s[0])  # a step may be committed while a slow worker starts
     return DemoSeconds(
@@ -160,7 +159,7 @@ def _logging_to(file: Path) -> Iterator[None]:
         handler.close()
 
 
-async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
+async def _with_service(config: Config, screen: Screen, use: Use) -> RunObservations:
     """Serves while ``use(handle, ready)`` runs, then drains. If either fails, the other ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -169,7 +168,7 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
     service = asyncio.create_task(
         serve(config, ready=ready.set_result, stop=stop, progress=screen.line, listening=listening.set_result)
     )
-    using: asyncio.Task[Watched] | None = None
+    using: asyncio.Task[RunObservations] | None = None
     either: list[asyncio.Future[Any]] = [listening, service]
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -191,8 +190,7 @@ async def _with_service(config: Config, screen: Screen, use: Use) -> Watched:
 
 
 def trainer_arguments(options: DemoOptions, config: Config, address: str) -> list[str]:
-    """Returns the arguments of the trainer's process."""
-    arguments = ["--address", address, "--steps", str(options.steps_asked), "--lr", str(options.rate)]
+    arguments = ["--address", address, "--steps", str(options.steps_planned), "--lr", str(options.rate)]
     arguments += ["--groups", str(config.window.groups_per_step)]
     arguments += ["--layers", str(options.preset.train_layers)]
     arguments += ["--micro-batch-tokens", str(options.preset.micro_batch_tokens)]
@@ -205,7 +203,7 @@ def trainer_arguments(options: DemoOptions, config: Config, address: str) -> lis
 
 async def _watched_run(
     handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
-) -> Watched:
+) -> RunObservations:
     """Stores the token for commands while it trains, as ``dora serve`` does."""
     screen.line(f"serving on {handle.address}; starting the trainer. Look into it from another terminal:")
     screen.line(f"  dora status --address {handle.address}")
@@ -216,7 +214,7 @@ async def _watched_run(
 
 async def _trained(
     handle: ServiceHandle, ready: Ready, options: DemoOptions, config: Config, folder: OutFolder, screen: Screen
-) -> Watched:
+) -> RunObservations:
     """Trains and watches until the trainer ends, then reads the service's counters.
 
     The trainer starts beside the workers, so that full engines don't wait for its imports.
@@ -238,7 +236,7 @@ async def _trained(
             watching = asyncio.create_task(_watch(operator, strike, folder, screen))
             code = await training
             if not code and config.evaluation.every:
-                await _evaluated(operator, options.steps_asked, config.evaluation.every)
+                await _evaluated(operator, options.steps_planned, config.evaluation.every)
         finally:
             for task in (training, watching):
                 if task is not None:
@@ -248,7 +246,7 @@ async def _trained(
         balance = await _read_balance(operator)
     screen.show(balance.status, last=True)
     failure = f"the trainer ended with exit code {code}: {trainer.last_words()}" if code else ""
-    return Watched(
+    return RunObservations(
         balance=balance,
         trained=trainer.trained,
         replayed=trainer.replayed,
@@ -274,7 +272,7 @@ async def _environment(config: Config, handle: ServiceHandle, folder: OutFolder)
         await environment.stop()
 
 
-def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[TrainerSpan]:
+def trainer_spans(committed: Sequence[TrainedStep], ready_s: float) -> list[TrainerSpan]:
     """The timeline's trainer row, in seconds since the service was ready."""
     spans: list[TrainerSpan] = []
     for step in committed:
@@ -285,7 +283,6 @@ def trainer_spans(committed: Sequence[CommittedStep], ready_s: float) -> list[Tr
 
 
 async def _evaluated(operator: Operator, steps: int, every: int) -> None:
-    """Waits for the last evaluation of a run of so many steps, at most EVALUATED_S."""
     with suppress(TimeoutError):
         async with asyncio.timeout(EVALUATED_S):
             async for status in operator.watch(WATCH_PERIOD_MS):
@@ -293,7 +290,7 @@ async def _evaluated(operator: Operator, steps: int, every: int) -> None:
                     return
 
 
-def _evaluation(found: EvaluatedVersion) -> Evaluated:
+def _evaluation(found: EvaluatedVersion) -> VersionEvaluation:
     reward = found.reward_mean if found.HasField("reward_mean") else None
     return {"version": found.version, "responses": found.responses, "reward": reward}
 
@@ -326,7 +323,6 @@ def busiest(status: Status) -> WorkerStatus | None:
 
 
 async def _watch(operator: Operator, strike: Strike, folder: OutFolder, screen: Screen) -> None:
-    """Writes the series and shows every status until cancelled."""
     clock = asyncio.get_running_loop().time
     started_s = clock()
     moves = MoveWatch()

@@ -28,9 +28,8 @@ class Screen(Protocol):
     ) -> None: ...
 
 
-def screen_for(console: Console, title: str, steps_asked: int) -> Screen:
-    """The live view if ``console`` is a terminal, otherwise plain lines."""
-    return LiveScreen(console, title, steps_asked) if console.is_terminal else PlainScreen(console)
+def screen_for(console: Console, title: str, steps_planned: int) -> Screen:
+    return LiveScreen(console, title, steps_planned) if console.is_terminal else PlainScreen(console)
 
 
 class PlainScreen:
@@ -60,16 +59,16 @@ class PlainScreen:
 class LiveScreen:
     """A panel that is redrawn with every status. Lines scroll above it."""
 
-    def __init__(self, console: Console, title: str, steps_asked: int) -> None:
+    def __init__(self, console: Console, title: str, steps_planned: int) -> None:
         self._live = Live(console=console, auto_refresh=False)
         self._title = title
-        self._steps_asked = steps_asked
+        self._steps_planned = steps_planned
 
     def line(self, text: str) -> None:
         self._live.console.print(text, markup=False, style="dim")
 
     def show(self, status: Status, *, last: bool = False) -> None:
-        self._live.update(service_view(status, self._title, self._steps_asked), refresh=True)
+        self._live.update(service_view(status, self._title, self._steps_planned), refresh=True)
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dora.ops.demo.moves import Move
+from dora.ops.demo.moves import MoveArc
 from dora.rpc.dora_pb2 import Status
 
 
@@ -33,7 +33,7 @@ class Sample:
     reward: float | None  # mean of the latest committed step
     workers: tuple[WorkerSample, ...]
     counters: dict[str, float]
-    moves: tuple[Move, ...] = ()  # that ended since the previous sample
+    moves: tuple[MoveArc, ...] = ()  # that ended since the previous sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,7 @@ class Shares:
     idle: float | None = None  # engines that run no request, over all samples
 
 
-def sample_of(status: Status, t_s: float, moves: tuple[Move, ...] = ()) -> Sample:
-    """Reduces a status to the plotted values."""
+def sample_of(status: Status, t_s: float, moves: tuple[MoveArc, ...] = ()) -> Sample:
     workers = tuple(
         WorkerSample(w.worker_id, w.state, w.version, w.target_version, w.running, w.waiting) for w in status.workers
     )
@@ -68,7 +67,6 @@ def sample_json(sample: Sample) -> str:
 
 
 def read_series(path: Path) -> list[Sample]:
-    """Reads the samples of a ``series.jsonl``, in order."""
     return [_parsed(line) for line in path.read_text().splitlines()]
 
 
@@ -101,4 +99,4 @@ def stretches(samples: Sequence[Sample], worker: str) -> list[tuple[float, float
 def _parsed(line: str) -> Sample:
     tree = json.loads(line)
     workers = tuple(WorkerSample(**row) for row in tree["workers"])
-    return Sample(**{**tree, "workers": workers, "moves": tuple(Move(**row) for row in tree.get("moves", ()))})
+    return Sample(**{**tree, "workers": workers, "moves": tuple(MoveArc(**row) for row in tree.get("moves", ()))})

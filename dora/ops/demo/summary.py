@@ -14,7 +14,6 @@ from dora.ops.view.tables import Note
 
 
 def print_summary(console: Console, report: Mapping[str, Any], folder: OutFolder) -> None:
-    """Prints the results, a sentence per failure, and the paths of the files."""
     console.print(Note(_title(report), "bold"))
     console.print(summary_table(report))
     for sentence in (*report["failures"], *report["not_done"]):
@@ -33,7 +32,6 @@ def show_command(trajectory_id: str, folder: OutFolder) -> str:
 
 
 def summary_table(report: Mapping[str, Any]) -> Table:
-    """One line for each property that a demo shows."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -112,7 +110,6 @@ def _reward(report: Mapping[str, Any]) -> str:
 
 
 def _evaluated(report: Mapping[str, Any]) -> str:
-    """The reward of evaluated versions on prompts that are not trained on."""
     rewards = (
         f"{'-' if each['reward'] is None else format(each['reward'], '.2f')} at version {each['version']}"
         for each in report["evaluated"]

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from dora.ops.demo.audit import StepSummary, mean_reward, quarters
-from dora.ops.demo.report import DemoRun, Evaluated
+from dora.ops.demo.report import DemoRun, VersionEvaluation
 from dora.ops.demo.series import Sample, stretches
 
 INK, SOFT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -100,7 +100,7 @@ def draw_timeline(
         pyplot.close(figure)
 
 
-def _draw_reward(axes: Any, steps: Sequence[StepSummary], evaluated: Sequence[Evaluated]) -> None:
+def _draw_reward(axes: Any, steps: Sequence[StepSummary], evaluated: Sequence[VersionEvaluation]) -> None:
     _panel(axes, "Mean reward (dashed: first and last quarter of the steps)", "training step", "reward")
     _whole_ticks(axes.xaxis)
     scored = [(step.step, step.mean_reward) for step in steps if step.mean_reward is not None]

@@ -16,9 +16,7 @@ STOP_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedStep:
-    """One committed step, as the trainer reports it."""
-
+class TrainedStep:
     step: int
     committed_s: float  # event loop time
     took_s: float  # since the trainer turned to it
@@ -40,7 +38,7 @@ class TrainerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self.trained: dict[int, list[str]] = {}
         self.replayed: dict[int, list[str]] = {}
-        self.committed: list[CommittedStep] = []
+        self.committed: list[TrainedStep] = []
 
     async def run(self) -> int:
         """Reads the trainer's output until it ends; returns its exit code."""
@@ -59,7 +57,7 @@ class TrainerProcess:
                 step = json.loads(line)
                 # A step trained twice must show, so it extends the list instead of replacing it.
                 now_s = asyncio.get_running_loop().time()
-                self.committed.append(CommittedStep(step["step"], now_s, step["seconds"], step["waited_s"]))
+                self.committed.append(TrainedStep(step["step"], now_s, step["seconds"], step["waited_s"]))
                 self.trained.setdefault(step["step"], []).extend(step["group_ids"])
                 self.replayed.setdefault(step["step"], []).extend(step["replayed_ids"])
                 trained_file.write(line)

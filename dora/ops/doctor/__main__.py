@@ -8,23 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dora.ops.doctor.stages import STAGES
-from dora.ops.doctor.verdict import Failed, Skipped, Subject, Verdict
+from dora.ops.doctor.verdict import Failed, Skipped, StageResult, Subject
 
 
-def verdict_of(name: str, subject: Subject) -> Verdict:
+def verdict_of(name: str, subject: Subject) -> StageResult:
     """Runs a stage in this process."""
     stage = next(each for each in STAGES if each.name == name)
     began_s = time.monotonic()
     try:
         found = stage.run(subject)
     except Skipped as error:
-        return Verdict(name, "skipped", str(error))
+        return StageResult(name, "skipped", str(error))
     except Failed as error:
-        return Verdict(name, "failed", str(error), error.found, time.monotonic() - began_s)
+        return StageResult(name, "failed", str(error), error.found, time.monotonic() - began_s)
     except Exception as error:  # a stage may meet any fault of this machine
         said = f"{type(error).__name__}: {error}"
-        return Verdict(name, "failed", said.splitlines()[0], {}, time.monotonic() - began_s)
-    return Verdict(name, "ok", "", found, time.monotonic() - began_s)
+        return StageResult(name, "failed", said.splitlines()[0], {}, time.monotonic() - began_s)
+    return StageResult(name, "ok", "", found, time.monotonic() - began_s)
 
 
 def main() -> None:

@@ -84,15 +84,15 @@ def blocks(subject: Subject) -> dict[str, Any]:
     store = DeviceStore(tensors, dict.fromkeys(tensors, 0), BLOCKS)
     random = np.random.default_rng(1)
     order = random.permutation(BLOCKS).tolist()
-    given = {name: [random.integers(0, 255, (BLOCKS, size), np.uint8)] for name, size in store.layers}
+    written = {name: [random.integers(0, 255, (BLOCKS, size), np.uint8)] for name, size in store.layers}
     began_s = time.perf_counter()
     for _ in range(REPEATS):
-        store.write([order], given)
+        store.write([order], written)
         store.join()
         shown = store.show([order])
     took_s = time.perf_counter() - began_s
     for name in {*tensors, *shown}:
-        if name not in shown or not np.array_equal(np.concatenate(shown[name]), given[name][0]):
+        if name not in shown or not np.array_equal(np.concatenate(shown[name]), written[name][0]):
             raise Failed(f"blocks of {name} came back with other bytes")
     size_bytes = 2 * REPEATS * BLOCKS * sum(size for _, size in store.layers)
     return {"gb_per_s": round(size_bytes / took_s / 1e9, 2), "order": store.orders}
@@ -136,7 +136,6 @@ def two_gpus(subject: Subject) -> dict[str, Any]:
 
 
 def _dora(*arguments: str) -> dict[str, Any]:
-    """Returns the JSON document of a command. Raises Failed with its reason if it fails."""
     argv = [sys.executable, "-m", "dora", *arguments]
     done = subprocess.run(argv, env=without_secrets(), capture_output=True, text=True, check=False)
     if done.returncode:

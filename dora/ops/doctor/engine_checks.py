@@ -207,7 +207,6 @@ def finished(engine: "VllmEngine", requests: Sequence[RequestSpec], *running: st
 
 
 def stepped(engine: "VllmEngine", name: str, tokens: int) -> Response:
-    """Steps until the request has so many tokens."""
     found: Response = ([], [])
     while len(found[0]) < tokens:
         for delta in engine.step():
@@ -218,7 +217,6 @@ def stepped(engine: "VllmEngine", name: str, tokens: int) -> Response:
 
 
 def joined(before: Response, after: Response) -> Response:
-    """Returns a response of two parts."""
     return [*before[0], *after[0]], [*before[1], *after[1]]
 
 
@@ -229,7 +227,6 @@ def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """Writes the model's weights, each scaled, into a folder."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()

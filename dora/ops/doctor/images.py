@@ -109,7 +109,6 @@ def _read(version: Path, device: str, opened: "Open") -> "dict[str, torch.Tensor
 
 
 def _check_equal(version: Path, device: str, opened: "Open") -> int:
-    """Returns the bytes of an image that equals its file."""
     import torch
     from safetensors.torch import load_file
 

@@ -11,7 +11,7 @@ from typing import get_args
 from dora.errors import InvalidValue, one_of
 from dora.host.last_words import reason_in
 from dora.ops.doctor.stages import STAGES, Stage
-from dora.ops.doctor.verdict import Outcome, Subject, Verdict
+from dora.ops.doctor.verdict import Outcome, StageResult, Subject
 from dora.system.environment import without_secrets
 
 
@@ -26,7 +26,7 @@ def chosen(names: Sequence[str]) -> tuple[Stage, ...]:
 
 def run_stages(
     stages: Sequence[Stage], device: str, model: Path, began: Callable[[Stage], None] = lambda _: None
-) -> Iterator[Verdict]:
+) -> Iterator[StageResult]:
     """Yields each stage's verdict. ``began`` is called before each. After a failed first stage the others are skipped,
     since they would fail for the same reason.
     """
@@ -36,12 +36,11 @@ def run_stages(
         yield verdict
         if verdict.outcome == "failed" and index == 0 and stage is STAGES[0]:
             for later in stages[1:]:
-                yield Verdict(later.name, "skipped", f"{stage.name} failed")
+                yield StageResult(later.name, "skipped", f"{stage.name} failed")
             return
 
 
-def run_stage(stage: Stage, device: str, model: Path) -> Verdict:
-    """Runs one stage in a new process."""
+def run_stage(stage: Stage, device: str, model: Path) -> StageResult:
     with tempfile.TemporaryDirectory(prefix="dora-doctor-") as folder:
         subject = Subject(device, model, Path(folder))
         arguments = [stage.name, subject.device, str(subject.model), str(subject.folder)]
@@ -56,10 +55,10 @@ def run_stage(stage: Stage, device: str, model: Path) -> Verdict:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Verdict(stage.name, "failed", f"no verdict within {stage.limit_s:g} s", {}, stage.limit_s)
-    failed = Verdict(stage.name, "failed", f"ended with {done.returncode}: {reason_in(done.stderr)}")
+            return StageResult(stage.name, "failed", f"no verdict within {stage.limit_s:g} s", {}, stage.limit_s)
+    failed = StageResult(stage.name, "failed", f"ended with {done.returncode}: {reason_in(done.stderr)}")
     try:
-        verdict = Verdict(**json.loads(done.stdout))
+        verdict = StageResult(**json.loads(done.stdout))
     except (json.JSONDecodeError, TypeError):
         return failed
     is_sound = verdict.stage == stage.name and verdict.outcome in get_args(Outcome) and not done.returncode

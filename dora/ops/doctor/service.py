@@ -25,8 +25,6 @@ How = Literal["now", "run", "probe", "estimate"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check of one host."""
-
     host: Annotated[str, "name of the host; `local` is the service's own"]
     check: Annotated[str, "what was examined; of a link also the other host"]
     ok: Annotated[bool, "whether it is as it should be"]
@@ -40,7 +38,6 @@ class Finding:
 
 
 def findings_of(hosts: Sequence[pb.ExaminedHost], now: datetime | None = None) -> list[Finding]:
-    """Returns all findings, by host, the service's own first."""
     at = (now or datetime.now(UTC)).timestamp()
     ordered = sorted(hosts, key=lambda each: (each.host != OWN, each.host))
     own = next((each.found for each in ordered if each.host == OWN), pb.HostExamination())

@@ -29,7 +29,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StageResult:
     """The result of one stage. ``said``: why it failed or was skipped; ``found``: what it measured, for programs."""
 
     stage: str

@@ -12,22 +12,22 @@ NAME_MAX: Final = 256
 Action = Callable[[Operator, Mapping[str, Any]], Awaitable[OperatorReply]]
 
 
-async def _drain(operator: Operator, asked: Mapping[str, Any]) -> OperatorReply:
-    return await operator.drain(_name(asked, "worker"))
+async def _drain(operator: Operator, arguments: Mapping[str, Any]) -> OperatorReply:
+    return await operator.drain(_name(arguments, "worker"))
 
 
-async def _migrate(operator: Operator, asked: Mapping[str, Any]) -> OperatorReply:
-    return await operator.migrate(_name(asked, "trajectory"), _name(asked, "target"))
+async def _migrate(operator: Operator, arguments: Mapping[str, Any]) -> OperatorReply:
+    return await operator.migrate(_name(arguments, "trajectory"), _name(arguments, "target"))
 
 
-async def _scale(operator: Operator, asked: Mapping[str, Any]) -> OperatorReply:
-    workers = asked.get("workers")
+async def _scale(operator: Operator, arguments: Mapping[str, Any]) -> OperatorReply:
+    workers = arguments.get("workers")
     if type(workers) is not int or not 0 <= workers <= WORKERS_MAX:
         raise InvalidValue("workers", MISSING if workers is None else workers, f"a whole number to {WORKERS_MAX}")
-    return await operator.scale(workers, _name(asked, "host") if asked.get("host") else "")
+    return await operator.scale(workers, _name(arguments, "host") if arguments.get("host") else "")
 
 
-async def _rebalance(operator: Operator, asked: Mapping[str, Any]) -> OperatorReply:
+async def _rebalance(operator: Operator, arguments: Mapping[str, Any]) -> OperatorReply:
     return await operator.rebalance()
 
 
@@ -39,22 +39,22 @@ ACTIONS: Final[Mapping[str, tuple[Action, tuple[str, ...]]]] = {
 }  # with the fields that each takes
 
 
-async def act(name: str, operator: Operator, asked: Any) -> dict[str, Any]:
+async def act(name: str, operator: Operator, arguments: Any) -> dict[str, Any]:
     """Returns the service's reply. Raises InvalidValue, and as the service does."""
     if name not in ACTIONS:
         raise InvalidValue("action", name, one_of(name, ACTIONS))
     action, fields = ACTIONS[name]
-    if not isinstance(asked, dict):
-        raise InvalidValue("body", asked, "a JSON object")
-    for field in asked:
+    if not isinstance(arguments, dict):
+        raise InvalidValue("body", arguments, "a JSON object")
+    for field in arguments:
         if field not in fields:
-            raise InvalidValue(field, asked[field], f"one of {', '.join(fields) or 'none'}", why="is not a field")
-    reply = await action(operator, asked)
+            raise InvalidValue(field, arguments[field], f"one of {', '.join(fields) or 'none'}", why="is not a field")
+    reply = await action(operator, arguments)
     return {"message": reply.message, "moves": reply.moves, "loads": reply.loads}
 
 
-def _name(asked: Mapping[str, Any], field: str) -> str:
-    value = asked.get(field)
+def _name(arguments: Mapping[str, Any], field: str) -> str:
+    value = arguments.get(field)
     if not isinstance(value, str) or not 0 < len(value) <= NAME_MAX:
         raise InvalidValue(field, MISSING if value is None else value, f"a text of 1 to {NAME_MAX} characters")
     return value

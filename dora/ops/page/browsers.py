@@ -108,8 +108,8 @@ class Browsers:
             await operator.close()
 
 
-def is_same(given: str, kept: str) -> bool:
-    return hmac.compare_digest(given.encode(), kept.encode())
+def is_same(shown: str, own: str) -> bool:
+    return hmac.compare_digest(shown.encode(), own.encode())
 
 
 async def _may_act(operator: Operator) -> bool:

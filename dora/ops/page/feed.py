@@ -19,7 +19,7 @@ RETRY_MOST_S: Final = 15.0
 WHOLE_S: Final = 2.0  # how old a copy of the history for new browsers may be
 
 
-class Feed:
+class StatusFeed:
     """``trouble``: why the service does not answer; empty while it does."""
 
     def __init__(self, operator: Operator) -> None:
@@ -62,5 +62,4 @@ def encoded(value: Any) -> bytes:
 
 
 def event(value: Any) -> bytes:
-    """Returns one server-sent event."""
     return b"data: " + encoded(value) + b"\n\n"

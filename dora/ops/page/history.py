@@ -222,7 +222,6 @@ def move_of(move: Move) -> list[Any]:
 
 
 def versions_of(status: Status) -> list[list[Any]]:
-    """The live versions, newest first."""
     return [
         [
             row.version, row.state, row.deadline_step, row.workers, row.groups_open, row.groups_finished,

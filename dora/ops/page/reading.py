@@ -14,7 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShadedText:
     """Text of one shade. ``kind``: prompt, given or sampled."""
 
     kind: str
@@ -39,7 +39,7 @@ def shade_of(logprob: float) -> int:
     return next((shade for shade, lowest in enumerate(SHADES) if logprob >= lowest), len(SHADES))
 
 
-def pieces(shown: ShownTrajectory, decode: Decode) -> Iterator[Piece]:
+def pieces(shown: ShownTrajectory, decode: Decode) -> Iterator[ShadedText]:
     """Yields sampled tokens one by one, and others in runs. ``decode``: of token ids, with special tokens."""
     ids = np.frombuffer(shown.token_ids, "<i4").tolist()
     logprobs = np.frombuffer(shown.logprobs, "<f4").tolist()
@@ -50,14 +50,14 @@ def pieces(shown: ShownTrajectory, decode: Decode) -> Iterator[Piece]:
         if sampled[at]:
             text, logprob = _text(ids, at, decode), logprobs[at]
             told = f"token {place - shown.prompt_tokens}, id {ids[at]}, logprob {logprob:.3f} ({np.exp(logprob):.1%})"
-            yield Piece("sampled", shade_of(logprob), text, told)
+            yield ShadedText("sampled", shade_of(logprob), text, told)
             at += 1
             continue
         is_prompt, end = place < shown.prompt_tokens, at
         limit = min(len(ids), shown.prompt_tokens - shown.first_token) if is_prompt else len(ids)
         while end < limit and not sampled[end]:
             end += 1
-        yield Piece("prompt" if is_prompt else "given", 0, decode(ids[at:end]), "")
+        yield ShadedText("prompt" if is_prompt else "given", 0, decode(ids[at:end]), "")
         at = end
 
 
@@ -74,10 +74,10 @@ def turn_bars(shown: ShownTrajectory) -> list[Bar]:
     """Given and sampled tokens of each turn, over the response tokens of all branches."""
     total, bars = _held(shown), []
     for turn in shown.turns:
-        begin, given = turn.first_token - turn.given_tokens, turn.given_tokens
-        if given:
-            told = f"turn {turn.turn}: {given:,} tokens given{f' by {turn.name}' if turn.name else ''}"
-            bars.append(_bar("given", "", begin, given, total, told))
+        begin, input_tokens = turn.first_token - turn.given_tokens, turn.given_tokens
+        if input_tokens:
+            told = f"turn {turn.turn}: {input_tokens:,} tokens given{f' by {turn.name}' if turn.name else ''}"
+            bars.append(_bar("given", "", begin, input_tokens, total, told))
         if turn.sampled_tokens:
             told = f"turn {turn.turn}: {turn.sampled_tokens:,} tokens sampled"
             bars.append(_bar("sampled", str(turn.turn), turn.first_token, turn.sampled_tokens, total, told))

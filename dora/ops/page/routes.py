@@ -14,7 +14,7 @@ from aiohttp import web
 
 from dora.agents.front.app import Mount
 from dora.agents.front.errors import TooLarge, status_of
-from dora.agents.front.http import DOOR
+from dora.agents.front.http import GATEWAY
 from dora.agents.front.site import check_site
 from dora.client import Operator
 from dora.client.connection import COUNT_MAX
@@ -23,14 +23,14 @@ from dora.errors import DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.ops.page import views
 from dora.ops.page.actions import act
 from dora.ops.page.browsers import IDLE_S, Browser, Browsers, is_same
-from dora.ops.page.feed import Feed, encoded
+from dora.ops.page.feed import StatusFeed, encoded
 from dora.ops.page.track import track_of
 from dora.rpc.channel import is_loopback
 from dora.rpc.dora_pb2 import ShownTrajectory
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.tls import Tls
 
-FEED: Final = web.AppKey("page_feed", Feed)
+FEED: Final = web.AppKey("page_feed", StatusFeed)
 BROWSERS: Final = web.AppKey("page_browsers", Browsers)
 STATIC: Final = Path(__file__).parent / "static"
 COOKIE: Final = "dora_page"
@@ -59,7 +59,7 @@ def mounted(service: str, token: str, tls: Tls | None = None) -> Mount:
 
     def mount(app: web.Application) -> None:
         operator = Operator(service, token, tls=tls)
-        app[BROWSERS], app[FEED] = Browsers(service, tls), Feed(operator)
+        app[BROWSERS], app[FEED] = Browsers(service, tls), StatusFeed(operator)
         app.router.add_get("/", _to_page)
         app.router.add_get("/page", _to_page)
         app.router.add_get("/page/", _signed_in(_overview))
@@ -93,13 +93,11 @@ async def _feeding(operator: Operator, app: web.Application) -> AsyncIterator[No
 
 
 def _signed_in(handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Returns a handler that shows the sign-in page, or refuses, without a browser's cookie."""
-
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             browser = await request.app[BROWSERS].find(request.cookies.get(COOKIE, ""))
             if browser is not None:
-                request.app[DOOR].crowd.prove(request.transport)
+                request.app[GATEWAY].crowd.prove(request.transport)
                 found = await handler(request, browser)
                 await request.app[BROWSERS].trim()
                 return found
@@ -133,7 +131,6 @@ async def _to_page(request: web.Request) -> web.Response:
 
 
 async def _sign_in(request: web.Request) -> web.Response:
-    """Takes a token once, by a form."""
     try:
         check_site(request, form=True)
         form = parse_qs((await _body(request)).decode("ascii", "replace"), max_num_fields=8)
@@ -197,7 +194,7 @@ async def _trajectories(request: web.Request, browser: Browser) -> web.Response:
 async def _trajectory(request: web.Request, browser: Browser) -> web.Response:
     trajectory_id, first = request.query.get("id", ""), _number(request, "first")
     shown = await request.app[BROWSERS].operator(browser).trajectory(trajectory_id, first, views.TOKENS)
-    tokenizer = request.app[DOOR].model.tokenizer
+    tokenizer = request.app[GATEWAY].model.tokenizer
 
     def decode(token_ids: Sequence[int]) -> str:
         return tokenizer.decode(token_ids, special_tokens=True)
@@ -221,7 +218,6 @@ async def _tracks(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _shown(operator: Operator, trajectory_id: str) -> ShownTrajectory | None:
-    """None: it was committed or cancelled a moment ago."""
     try:
         return await operator.trajectory(trajectory_id, 0, 1)
     except NotFound:
@@ -233,10 +229,10 @@ async def _act(request: web.Request, browser: Browser) -> web.Response:
     check_site(request)
     body = await _body(request)
     try:
-        asked = read_json(body.decode(), "body", BODY_MAX)
+        arguments = read_json(body.decode(), "body", BODY_MAX)
     except UnicodeDecodeError as error:
         raise InvalidValue("body", body[:80], "JSON in UTF-8") from error
-    reply = await act(request.match_info["action"], request.app[BROWSERS].operator(browser), asked)
+    reply = await act(request.match_info["action"], request.app[BROWSERS].operator(browser), arguments)
     return web.json_response(reply, headers=HEADERS)
 
 
@@ -265,7 +261,6 @@ FILES: Final = _files()
 
 
 async def _body(request: web.Request) -> bytes:
-    """Raises TooLarge, and InvalidValue for a body that does not arrive in time."""
     content = b""
     try:
         async with asyncio.timeout(BODY_S):
@@ -285,8 +280,8 @@ def _number(request: web.Request, name: str) -> int:
     return int(value)
 
 
-def _check_csrf(given: str, browser: Browser) -> None:
-    if not is_same(given, browser.csrf):
+def _check_csrf(token: str, browser: Browser) -> None:
+    if not is_same(token, browser.csrf):
         raise PermissionDenied("request", "(from elsewhere)", f"one of the page itself, with its {CSRF}")
 
 
@@ -299,7 +294,6 @@ def _is_secure(request: web.Request) -> bool:
 
 
 def _is_clear(request: web.Request) -> bool:
-    """Whether others could read what the browser sends."""
     host = request.url.host or ""
     return not _is_secure(request) and host != "localhost" and not is_loopback(host)
 

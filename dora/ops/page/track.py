@@ -78,11 +78,11 @@ def _stretches(shown: ShownTrajectory, stays: Sequence[tuple[int, float, float]]
     turns = [(turn.turn, turn.at, turn.begun_at, turn.ended_at) for turn in shown.turns]
     if not turns:
         turns = [(0, shown.started_at, shown.arrivals[0].at, shown.finished_at)]
-    for place, (turn, asked, begun, ended) in enumerate(turns):
+    for place, (turn, requested_s, begun, ended) in enumerate(turns):
         follows = turns[place + 1][1] if place + 1 < len(turns) else end
-        first, last = begun or asked, ended or follows
-        if begun > asked:
-            yield Stretch("queue", _lane_at(stays, begun), asked, begun, turn)
+        first, last = begun or requested_s, ended or follows
+        if begun > requested_s:
+            yield Stretch("queue", _lane_at(stays, begun), requested_s, begun, turn)
         for lane, came, left in stays:
             if min(last, left) > max(first, came):
                 yield Stretch("sampled", lane, max(first, came), min(last, left), turn)

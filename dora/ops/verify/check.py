@@ -98,11 +98,11 @@ def verify(
     if sample is not None:
         by_version = drawn(by_version, sample, seed)
     differences, router_ties, mismatches = [np.zeros(0)], 0, 0
-    pace = _Pace([trajectory for members in by_version.values() for trajectory in members], progress)
+    pace = _Progress([trajectory for members in by_version.values() for trajectory in members], progress)
     from dora.ops.verify.recompute import Models  # loads torch
 
     models = Models()
-    given = None if atol is None else Tolerance(atol, "as given")
+    own = None if atol is None else Tolerance(atol, "as given")
     applied: dict[Tolerance, None] = {}
     engines = []
     for version, members in sorted(by_version.items()):
@@ -113,7 +113,7 @@ def verify(
             continue
         numerics = numerics_of(weights)
         engines.append(numerics)
-        tolerance = given or tolerance_of(weights, numerics)
+        tolerance = own or tolerance_of(weights, numerics)
         applied[tolerance] = None
         module, accepted = models.load(weights, numerics.quantisation), tolerance.atol
         for trajectory, apart, ties in _differences(module, members, accepted, sentences):
@@ -129,7 +129,7 @@ def verify(
         max_abs_diff=float(found.max(initial=0.0)),
         mean_abs_diff=float(found.mean()) if len(found) else 0.0,
         router_ties=router_ties,
-        atol=max(each.atol for each in (*applied, given or FLOAT32)),
+        atol=max(each.atol for each in (*applied, own or FLOAT32)),
         logprob_mismatches=mismatches,
         violations=tuple(sentences.kept),
         violations_total=sentences.total,
@@ -164,7 +164,7 @@ def drawn(by_version: Mapping[int, Sequence[Trajectory]], count: int, seed: int)
     return found
 
 
-class _Pace:
+class _Progress:
     """Measures progress by tokens, as a long trajectory takes longer than a short one."""
 
     def __init__(self, trajectories: Sequence[Trajectory], progress: Progress) -> None:

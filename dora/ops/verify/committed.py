@@ -132,7 +132,6 @@ def _twice(file: Path) -> Iterator[str]:
 
 
 def _of_step(step: CommittedStep, members: Members) -> Iterator[str]:
-    """Checks that a step's groups are complete and recorded for this step."""
     if step.version != step.step + 1:
         yield f"step {step.step} is said to have published version {step.version}."
     lacking = [group_id for group_id, count in step.groups.items() if len(members.get(group_id, ())) != count]

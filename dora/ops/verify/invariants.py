@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dora.data.trajectory import Trajectory
-from dora.data.types import GIVEN
+from dora.data.types import INPUT
 
 _LOGPROB_MAX = 1e-4  # rounding may leave a certain token's logprob just above 0
 
@@ -55,8 +55,7 @@ def _groups(trajectories: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _has_own_prompt(trajectory: Trajectory) -> bool:
-    """Returns whether the environment of a session gave its prompt."""
-    return any(each.kind == GIVEN and not each.position_token for each in trajectory.events)
+    return any(each.kind == INPUT and not each.position_token for each in trajectory.events)
 
 
 def _branches(group: Sequence[Trajectory]) -> Iterator[str]:
@@ -138,7 +137,7 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
     if trajectory.logprobs[prefix:][trajectory.loss_mask[prefix:] == 0].any():
         yield f"{name} has logprobs of tokens that the policy has not sampled."
     begins = np.flatnonzero(np.diff(trajectory.loss_mask.astype(np.int8)) > 0) + 1
-    turns = [each.position_token for each in trajectory.events if each.kind == GIVEN and each.position_token > prefix]
+    turns = [each.position_token for each in trajectory.events if each.kind == INPUT and each.position_token > prefix]
     if turns and turns[-1] == trajectory.length_tokens:  # it was broken off before anything of the turn was sampled
         turns.pop()
     if turns != [begin for begin in begins.tolist() if begin > prefix]:

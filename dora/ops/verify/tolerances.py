@@ -56,7 +56,6 @@ def numerics_of(weights: Path) -> EngineNumerics:
 
 
 def tolerance_of(weights: Path, numerics: EngineNumerics) -> Tolerance:
-    """Returns the tolerance for a recorded version."""
     dtypes = {tensor.dtype for file in weight_files(weights) for tensor in read_header(weights / file).values()}
     if dtypes & HALF:
         return BFLOAT16_WEIGHTS

@@ -6,15 +6,14 @@ from typing import Final
 
 from rich.text import Text
 
-from dora.data.conversation import GIVEN, SAMPLED, BranchShown, Conversation, TurnShown
+from dora.data.conversation import INPUT, SAMPLED, BranchShown, Conversation, TurnShown
 from dora.ops.view.numbers import duration, measured
 
-SPEAKER_STYLES: Final = {"prompt": "bold", SAMPLED: "bold green", GIVEN: "bold cyan"}
+SPEAKER_STYLES: Final = {"prompt": "bold", SAMPLED: "bold green", INPUT: "bold cyan"}
 TEXT_INDENT: Final = "    "
 
 
 def conversation_lines(conversation: Conversation) -> Iterator[Text]:
-    """Yields the lines of a session: what it is, then each branch with its turns."""
     for name, value in _facts(conversation):
         yield Text.assemble((f"{name:<11}", "bold"), value)
     for branch in conversation.branches:
@@ -31,7 +30,6 @@ def escaped(text: str) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Returns a text in one line, escaped."""
     return escaped(text).replace("\n", "\\n")
 
 
@@ -69,7 +67,6 @@ def _branch(conversation: Conversation, branch: BranchShown) -> Iterator[Text]:
 
 
 def _heading(turn: TurnShown) -> Text:
-    """The line above a turn: who speaks, when, and the turn's reward."""
     number = f" {turn.turn}" if turn.turn is not None else ""
     text = Text.assemble((f"{turn.speaker}{number}", SPEAKER_STYLES[turn.speaker]))
     if turn.name:

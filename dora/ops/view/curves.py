@@ -44,7 +44,6 @@ def bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]], x_
 
 
 def _bounds(series: Sequence[Points]) -> tuple[float, float, float]:
-    """The largest x, and the range of y, which contains 0."""
     xs = [x for points in series for x, _ in points]
     ys = [y for points in series for _, y in points]
     low, high = min([0.0, *ys]), max([0.0, *ys])

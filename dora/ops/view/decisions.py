@@ -69,7 +69,6 @@ def tree(decision: Decision, time_s: float) -> DecisionTree:
 
 
 def summary_table(title: str, summary: Summary) -> Facts:
-    """The summary of a replay."""
     table = Facts(title)
     table.add_row("events", _counted(summary.events))
     table.add_row("commands", _counted(summary.commands))
@@ -112,7 +111,6 @@ def _by_version(counts: Mapping[int, int]) -> str:
 
 
 def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
-    """One line per worker, or per version if there are many."""
     if len(workers) <= WORKERS_SHOWN:
         return [_load(worker.worker_id, [worker]) for worker in workers]
     versions = sorted({worker.target for worker in workers}, reverse=True)
@@ -121,7 +119,6 @@ def _worker_lines(workers: tuple[KnownWorker, ...]) -> list[Text]:
 
 
 def _load(name: str, group: list[KnownWorker]) -> Text:
-    """The load of the workers of one target version."""
     first, capacity = group[0], sum(worker.kv_tokens for worker in group)
     on_the_way = sum(worker.hosts != worker.target for worker in group)
     line = Text.assemble(f"{name} ", version_cell(first.target) if first.target >= 0 else "no version")

@@ -19,8 +19,6 @@ OTHERS: Final = "(others)"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """The results of an evaluation."""
-
     evaluation_id: Annotated[str, "its id in the service"]
     version: Annotated[int, "the policy version that sampled every response"]
     prompts: Annotated[int, "prompts requested"]
@@ -65,7 +63,7 @@ def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) 
     return EvaluationReport(
         evaluation_id=evaluation.evaluation_id,
         version=evaluation.version,
-        prompts=evaluation.asked,
+        prompts=evaluation.requested,
         missing=evaluation.missing,
         reason=evaluation.reason,
         refused=evaluation.refused,
@@ -96,7 +94,6 @@ def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
 
 
 def evaluated_line(evaluated: EvaluatedVersion) -> str:
-    """An ended evaluation of the service's own series in one line."""
     line = f"v{evaluated.version}"
     if evaluated.HasField("reward_mean"):
         line += f": mean reward {evaluated.reward_mean:.4f}"

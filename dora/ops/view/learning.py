@@ -20,7 +20,7 @@ SAMPLE_TOKENS_MAX: Final = 512  # of a shown response
 
 
 @dataclass(slots=True)
-class Sample:
+class SampledResponse:
     """One response of a step: the first of its kind."""
 
     kind: str  # "best" or "worst" of the step
@@ -46,7 +46,7 @@ class StepFacts:
     tokens: int = 0
     rewards: int = 0  # valid ones
     reward_sum: float = 0.0
-    samples: dict[str, Sample] = field(default_factory=dict)
+    samples: dict[str, SampledResponse] = field(default_factory=dict)
 
     @property
     def reward_mean(self) -> float | None:
@@ -139,7 +139,7 @@ def _add(facts: StepFacts, tree: dict[str, Any]) -> None:
     facts.reward_sum += reward
     for kind, sign in (("best", 1.0), ("worst", -1.0)):
         if kind not in facts.samples or sign * reward > sign * facts.samples[kind].reward:
-            facts.samples[kind] = Sample(
+            facts.samples[kind] = SampledResponse(
                 kind,
                 str(tree["trajectory_id"]),
                 float(reward),

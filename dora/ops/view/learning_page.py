@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dora.errors import InvalidValue
 from dora.ops.view import curves
-from dora.ops.view.learning import Learning, Sample, StepFacts
+from dora.ops.view.learning import Learning, SampledResponse, StepFacts
 
 SHOWN_STEPS_MAX: Final = 12  # whose samples are shown, evenly over the run
 _STYLE: Final = """
@@ -129,7 +129,7 @@ def _plots(run: Learning) -> list[str]:
     ]
 
 
-def _sample(step: int, sample: Sample, text: Text) -> str:
+def _sample(step: int, sample: SampledResponse, text: Text) -> str:
     name = f"step {step}, {sample.kind}: reward {_number(sample.reward)}, version {sample.version}"
     cut = " (beginning)" if sample.length_tokens > len(sample.response_token_ids) else ""
     log = f"<pre>{html.escape(sample.verifier_log)}</pre>" if sample.verifier_log else ""

@@ -51,11 +51,11 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 )
 
 
-def service_view(status: Status, title: str, steps_asked: int = 0) -> RenderableType:
-    """Progress, workers, reward, the trainer's metrics and counters. ``steps_asked`` 0: without an end."""
+def service_view(status: Status, title: str, steps_planned: int = 0) -> RenderableType:
+    """Progress, workers, reward, the trainer's metrics and counters. ``steps_planned`` 0: without an end."""
     workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
     drain = [Text(f"{name}: {told}", "cyan") for name, told in drain_rows(status)]
-    head = [_progress(status, steps_asked), *drain, *_faults(status), *refusals(status)]
+    head = [_progress(status, steps_planned), *drain, *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *map(Note, _sessions(status)), *_metrics(status), _counters(status)]
     return Panel(
         Group(*(Note(line) for line in head), Text(), workers, Text(), *below),
@@ -66,7 +66,6 @@ def service_view(status: Status, title: str, steps_asked: int = 0) -> Renderable
 
 
 def _shown(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """The workers, newest version first. If there are many, merges those of one version and state."""
     if len(workers) <= WORKERS_SHOWN:
         return by_version(workers)
     alike: dict[tuple[int, int, str], list[WorkerStatus]] = defaultdict(list)
@@ -76,7 +75,6 @@ def _shown(workers: Sequence[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def _together(workers: Sequence[WorkerStatus]) -> WorkerStatus:
-    """Merges workers of one version and state into one row."""
     first = workers[0]
     return WorkerStatus(
         worker_id=first.worker_id if len(workers) == 1 else f"{len(workers):,} workers",
@@ -110,26 +108,25 @@ def _slots(worker: WorkerStatus) -> Text:
     return filled.append(f"  {worker.running:,}/{worker.slots:,}")
 
 
-def _progress(status: Status, steps_asked: int) -> Text:
+def _progress(status: Status, steps_planned: int) -> Text:
     committed = status.newest_version
     text = Text.assemble(("steps ", "bold"), f"{committed}")
-    if steps_asked:
-        text.append_text(Text.assemble(f" of {steps_asked}  ", bar(committed / steps_asked, BAR_CELLS, "green")))
-        if (left_s := to_go_s(status, steps_asked)) is not None:
+    if steps_planned:
+        text.append_text(Text.assemble(f" of {steps_planned}  ", bar(committed / steps_planned, BAR_CELLS, "green")))
+        if (left_s := to_go_s(status, steps_planned)) is not None:
             text.append(f"  {duration(left_s)} to go")
     text.append_text(Text.assemble(("   filling ", "bold"), filling(status), f"   up {duration(status.uptime_s)}"))
     return text.append(f"   {tokens_per_s(status.workers)} tokens/s")
 
 
-def to_go_s(status: Status, steps_asked: int) -> float | None:
+def to_go_s(status: Status, steps_planned: int) -> float | None:
     """The time to the last step, at the mean pace of the latest steps; None before two steps or after the last."""
     took = [step.took_s for step in status.steps if step.HasField("took_s")][-PACE_STEPS:]
-    left = steps_asked - status.newest_version
+    left = steps_planned - status.newest_version
     return left * fmean(took) if took and left > 0 else None
 
 
 def _faults(status: Status) -> list[Text]:
-    """Faults of the service, and the alarms of the trainer's last step."""
     lines = [storage(status)] if status.storage_faults else []
     failed = status.prompts_failed
     lines += [Text(f"prompts: failed: {failed}", "bold red")] if failed else []
@@ -145,7 +142,6 @@ def _rewards(status: Status) -> Text:
 
 
 def _sessions(status: Status) -> list[Text]:
-    """One line on sessions of several turns; none if there were none."""
     idle, counted = sessions_idle(status), status.counters
     turns = int(counted.get("turns_ended", 0))
     if not (idle or turns):
@@ -160,7 +156,6 @@ def _sessions(status: Status) -> list[Text]:
 
 
 def _metrics(status: Status) -> list[RenderableType]:
-    """The metrics of the trainer's last commit; empty if it sent none."""
     sent = metrics(status.steps[-1].metrics) if status.steps else []
     if not sent:
         return []

@@ -90,7 +90,6 @@ def _version_news(before: Status, after: Status) -> list[str]:
 
 
 def _metrics(step: StepMetrics) -> str:
-    """The first metrics of a commit."""
     return "".join(f", {name} {value}" for name, value in metrics(step.metrics)[:METRICS_TOLD])
 
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from dora.lab.planning.allocation import Split
 from dora.lab.planning.generation import Generation
-from dora.lab.planning.layout import Layout, Replica
-from dora.lab.planning.plan import Plan, Question
+from dora.lab.planning.layout import Replica, ReplicaLayout
+from dora.lab.planning.plan import Question, SplitPlan
 from dora.lab.planning.training import Trainers
 from dora.lab.sim.figures.report import StepUnit, step_unit
 from dora.ops.view.tables import SHEET, Column, Note, Sheet
@@ -95,10 +95,8 @@ class Adjustment:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """One row of the table."""
-
     split: Split
-    layout: Layout
+    layout: ReplicaLayout
     best: bool
     measured: bool
     unused: int
@@ -144,7 +142,7 @@ COLUMNS: Final[Sequence[Column[_Shown]]] = (
 )
 
 
-def plan_tree(question: Question, answer: Plan) -> dict[str, Any]:
+def plan_tree(question: Question, answer: SplitPlan) -> dict[str, Any]:
     """Returns the whole answer: the best split's fields, its assumptions, and every candidate."""
     option = answer.best.generation.option
     report = PlanReport(
@@ -187,8 +185,7 @@ def _split_report(trainers: Trainers, split: Split) -> SplitReport:
     )
 
 
-def plan_table(question: Question, answer: Plan) -> Group:
-    """The best split among its nearest candidates, with notes."""
+def plan_table(question: Question, answer: SplitPlan) -> Group:
     place = answer.candidates.index(answer.best)
     near = answer.candidates[max(0, place - SHOWN_EACH_SIDE) : place + SHOWN_EACH_SIDE + 1]
     unit = step_unit(split.step_s / 60.0 for split in near)
@@ -225,7 +222,7 @@ def _workers(generation: Generation) -> str:
     return f"{generation.gpus} = {generation.engines} x {generation.option.gpus}"
 
 
-def _ranks(layout: Layout) -> str:
+def _ranks(layout: ReplicaLayout) -> str:
     replica = layout.replica
     ranks = f"{replica.tensor}x{replica.pipeline}x{layout.data}"
     context = f"xc{replica.context}" if replica.context > 1 else ""
@@ -233,7 +230,7 @@ def _ranks(layout: Layout) -> str:
     return ranks + context + expert + (" r" if replica.recompute else "")
 
 
-def _legend(layouts: list[Layout]) -> str:
+def _legend(layouts: list[ReplicaLayout]) -> str:
     replicas = [layout.replica for layout in layouts]
     parts = [
         LEGEND,
@@ -244,7 +241,7 @@ def _legend(layouts: list[Layout]) -> str:
     return "; ".join(parts) + "."
 
 
-def _in_words(answer: Plan) -> str:
+def _in_words(answer: SplitPlan) -> str:
     layout = answer.trainers.layout(answer.best.train_gpus)
     replica = layout.replica
     ways = [f"tensor {replica.tensor}", f"pipeline {replica.pipeline}", f"data {layout.data}"]
@@ -257,7 +254,7 @@ def _in_words(answer: Plan) -> str:
     )
 
 
-def _notes(question: Question, answer: Plan, extrapolated: bool) -> list[str]:
+def _notes(question: Question, answer: SplitPlan, extrapolated: bool) -> list[str]:
     notes = ["* extrapolated"] if extrapolated else []
     versions, version_bytes = question.host_versions, question.model.weights_bytes
     notes.append(
@@ -279,7 +276,6 @@ def _notes(question: Question, answer: Plan, extrapolated: bool) -> list[str]:
 
 
 def _waits_for(split: Split) -> str:
-    """The bottleneck of a step."""
     generation = split.generation
     stages_s = max(generation.seconds, split.training_s)
     if not generation.ready_s and split.link_s > stages_s:

@@ -49,7 +49,6 @@ def pools_table(status: Status) -> Sheet[PoolStatus]:
 
 
 def pools_line(status: Status) -> str:
-    """The total content of the pools."""
     if not status.pools:
         return "none"
     parked = sum(row.parked for row in status.pools)

@@ -14,8 +14,6 @@ from dora.ops.view.tables import Facts
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """All results for one engine."""
-
     model: Annotated[str, "the timed model"]
     cost: Annotated[CostConfig, "seconds of a step, like a scenario's `cluster.cost`"]
     decode_error: Annotated[float, "mean relative error over the decode steps of the fit"]
@@ -43,7 +41,6 @@ class ProfileReport:
 def profile_tree(
     model: str, measurement: Measurement, fitted: Fit, checked: Validation, tolerance: float
 ) -> dict[str, Any]:
-    """Returns the whole result as one JSON object."""
     report = ProfileReport(
         model=model,
         cost=fitted.coefficients,
@@ -94,7 +91,6 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
 
 
 def _add_check(table: Facts, measurement: Measurement, checked: Validation, tolerance: float) -> None:
-    """Adds the mixed workload: two measurements, the prediction, and which measurements are checked."""
     fastest = measurement.engines == 1 and measurement.clock == "wall"
     counted = "from the fastest steps" if fastest else "from the typical steps"
     counted += ", in CPU time" if measurement.clock == "cpu" else ""

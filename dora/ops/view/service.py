@@ -292,7 +292,6 @@ def ranks(worker: WorkerStatus) -> str:
 
 
 def _reasons(workers: Iterable[WorkerStatus]) -> list[str]:
-    """A sentence for each reason of lost workers."""
     names: dict[str, list[str]] = defaultdict(list)
     for worker in workers:
         if worker.reason:
@@ -325,12 +324,10 @@ LISTS: Final[Mapping[str, tuple[Callable[[Status], Sequence[Any]], Callable[[Sta
 
 
 def cancelled_line(name: str, state: str, group_id: str) -> str:
-    """The result of cancelling a prompt or group."""
     return f"{name}: {CANCELLED.get(state, state).format(group=group_id)}\n"
 
 
 def checkpoint_line(reply: CheckpointReply) -> str:
-    """The data on disk, in one line."""
     groups = f"{reply.groups} groups ({reply.groups_leased} with the trainer), {reply.prompts_queued} queued prompts"
     size = (
         f"log {reply.log_bytes / 1e6:.1f} MB in {reply.segments} segments, {reply.live_bytes / 1e6:.1f} MB of it live"
@@ -342,12 +339,10 @@ def checkpoint_line(reply: CheckpointReply) -> str:
 
 
 def state_style(worker: WorkerStatus) -> str:
-    """The colour of a worker's state."""
     return STATE_STYLES.get(worker.state, "dim")
 
 
 def hosted_version(worker: WorkerStatus) -> Text:
-    """The version that a worker hosts, and the one it changes to."""
     cell = version_cell(worker.version) if worker.version >= 0 else Text("none", style="dim")
     if worker.target_version >= 0 and worker.target_version != worker.version:
         cell = Text.assemble(cell, " to ", version_cell(worker.target_version))
@@ -355,7 +350,6 @@ def hosted_version(worker: WorkerStatus) -> Text:
 
 
 def refusals(status: Status) -> list[Text]:
-    """One line for each version whose weights workers refuse."""
     return [
         Text(f"v{row.version} {row.state} ({row.reason})", style=VERSION_STYLES[row.state])
         for row in status.versions
@@ -379,7 +373,6 @@ def window_lines(status: Status) -> Iterator[str]:
 
 
 def filling(status: Status) -> str:
-    """The progress of the step being filled."""
     if status.groups_per_step == 0:
         return f"{status.filling_step}; a trainer must set its size"
     taken = status.groups_per_step - status.filling_left
@@ -387,7 +380,6 @@ def filling(status: Status) -> str:
 
 
 def trainer_line(status: Status) -> Text:
-    """The attached trainer, and whether it has stalled."""
     if not status.trainer_stalled:
         return Text(status.trainer or "none attached")
     return Text(f"{status.trainer}: {status.trainer_stalled}; another may attach without take_over", "bold red")
@@ -406,7 +398,6 @@ def faults_of(status: Status) -> str:
 
 
 def tier(found: KvTierStatus, workers: int) -> Text:
-    """The state of the shared KV tier, its content, and how many workers are connected."""
     if not found.up:
         return Text(f"down: {found.reason}; workers compute all KV", "yellow")
     used, size = found.used_bytes / 2**20, found.size_bytes / 2**20
@@ -414,7 +405,6 @@ def tier(found: KvTierStatus, workers: int) -> Text:
 
 
 def pace(status: Status) -> str:
-    """Whether generation keeps up with training, or how many more workers it needs."""
     if not status.HasField("dp_groups_to_add"):
         return "unknown until a trainer has reported its waiting time for two steps"
     count = status.dp_groups_to_add

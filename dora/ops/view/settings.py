@@ -21,7 +21,6 @@ def toml_of(config: Config) -> str:
 
 
 def _lines(section: BaseModel, path: str, hidden: set[str]) -> list[str]:
-    """The section's own fields, then its sections. A section that is not set is omitted."""
     lines, sections = [], []
     for name, value in section:
         if isinstance(value, BaseModel):

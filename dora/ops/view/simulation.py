@@ -100,12 +100,10 @@ OF_SELECTION: Final = {"groups_filtered", "groups_dropped", "tokens_wasted_fract
 
 
 def report_tree(report: Report, scenario: Scenario) -> dict[str, Any]:
-    """Returns one run with its split, as a tree."""
     return asdict(report) | asdict(division(scenario))
 
 
 def division(scenario: Scenario) -> Division:
-    """Returns the split of a scenario's accelerators."""
     cluster = scenario.cluster
     rollout_gpus = cluster.gpus if cluster.colocated else cluster.rollout_gpus
     return Division(cluster.gpus, cluster.train_gpus, rollout_gpus, cluster.gpus_per_engine, cluster.colocated)
@@ -187,7 +185,6 @@ def _split(scenario: Scenario) -> str:
 
 
 def _balanced(report: Report) -> bool:
-    """Whether as much was generated as was trained on; False without a measurement."""
     ratio = report.work_done_over_consumed
     return isfinite(ratio) and abs(ratio - 1.0) <= WORK_OFF_MAX
 

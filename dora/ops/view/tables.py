@@ -106,7 +106,6 @@ class Sheet(Generic[Row]):
             yield Note(note, "dim")
 
     def _fitted(self, widths: Sequence[int], room: int) -> tuple[Look, list[int]]:
-        """Returns the style and the indexes of the columns to show."""
         every = list(range(len(widths)))
         for look in self.looks:
             if _total([widths[at] for at in every], look) <= room:
@@ -177,7 +176,6 @@ class Note:
 
 
 def _lines(text: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
-    """Wraps one line to ``width``, indenting all lines but the first."""
     first, *rest = text.wrap(console, width)
     yield first
     if rest:
@@ -212,7 +210,6 @@ def short_words(cell: str | Text, width: int) -> Text:
 
 
 def in_a_line(heading: str) -> str:
-    """Joins the lines of a heading."""
     return heading.replace("/\n", "/").replace("\n", " ")
 
 

@@ -17,7 +17,7 @@ from typing import Final
 from dora.errors import Conflict
 from dora.relay.chain import UPSTREAMS_MAX, Chain, Site, planned, ranked
 from dora.relay.link import ASSUMED, Link, piece_chunks
-from dora.relay.orders import Arrived, Failed, Upstream
+from dora.relay.orders import Arrived, FetchFailed, Upstream
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.manifest import parsed_name
 
@@ -118,18 +118,15 @@ class Broadcast:
         return known is not None and live is not None and known.whole.get(version) == live.name
 
     def holders(self, version: int) -> tuple[str, ...]:
-        """Names of the hosts that have the whole version."""
         return tuple(host for host in sorted(self._hosts) if self.has(host, version))
 
     def hosts(self) -> tuple[str, ...]:
         return tuple(sorted(self._hosts))
 
     def relays(self) -> list[Upstream]:
-        """The relays of all hosts, by name."""
         return [Upstream(name, known.epoch, known.address) for name, known in sorted(self._hosts.items())]
 
     def versions(self) -> Mapping[int, str]:
-        """The names of the live versions."""
         return {version: live.name for version, live in sorted(self._versions.items())}
 
     def chain(self, version: int) -> tuple[str, ...]:
@@ -169,7 +166,6 @@ class Broadcast:
         return out
 
     def lost(self, host: str, epoch: int) -> list[Command]:
-        """A host is lost, with all its versions."""
         known = self._hosts.get(host)
         if known is None or known.epoch != epoch:
             return []
@@ -215,7 +211,6 @@ class Broadcast:
         return [*out, *(self._whole(host, known, version) if known is not None else [Gone(version, name)])]
 
     def sealed(self, host: str, epoch: int, outcome: Arrived) -> list[Command]:
-        """A host has received a whole version."""
         known = self._hosts.get(host)
         if known is None or known.epoch != epoch:
             return []
@@ -227,7 +222,7 @@ class Broadcast:
             self._measured[host] = outcome
         return self._whole(host, known, version)
 
-    def failed(self, host: str, epoch: int, outcome: Failed) -> list[Command]:
+    def failed(self, host: str, epoch: int, outcome: FetchFailed) -> list[Command]:
         """A host could get a version from none of its upstreams. It gets other ones; after some attempts it waits for
         ``remind``, and its followers take the version from others.
         """
@@ -306,7 +301,6 @@ class Broadcast:
         return [Ready(host, version), *([] if live.chain is not None else self._begun(host, version, live))]
 
     def _begun(self, head: str, version: int, live: _Version) -> list[Command]:
-        """Makes all hosts without the version fetch it, from this head on."""
         self._weigh()
         lacking = [host for host in self._hosts if not self.has(host, version)]
         sites = [self._hosts[host].site(host) for host in lacking]
@@ -361,7 +355,6 @@ class Broadcast:
         return self._pointed(chain.replace_head(heir), version, live)
 
     def _pointed(self, hosts: Sequence[str], version: int, live: _Version) -> list[Command]:
-        """Gives new upstreams to those of ``hosts`` that are still receiving the version."""
         return [
             self._fetch(host, live, self._upstreams(host, version, live))
             for host in hosts

@@ -18,7 +18,7 @@ from dora.host.examination import PACKAGES, PEERS_MAX
 from dora.host.launcher import LOCAL
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.hosts.remote import Answer
-from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.streams import MemberSessions
 from dora.relay.orders import Upstream
 from dora.rpc import dora_pb2 as pb
 from dora.tls import Tls
@@ -36,7 +36,7 @@ _ROLES_MAX: Final = 64
 class Examinations:
     """Belongs to the event loop."""
 
-    def __init__(self, hosts: Hosts, sessions: Sessions, state: State, tls: Tls | None) -> None:
+    def __init__(self, hosts: Hosts, sessions: MemberSessions, state: State, tls: Tls | None) -> None:
         """``tls``: the files of the service's own host."""
         self._hosts = hosts
         self._sessions = sessions
@@ -112,7 +112,6 @@ class Examinations:
         return found, time.time()
 
     def _shown(self, name: str) -> pb.ExaminedHost:
-        """The facts about a host that the service itself has."""
         status, workers = self._hosts.status(name), self._workers(name)
         sessions = [session for each in workers if (session := self._sessions.workers.get(each.worker_id)) is not None]
         moved = max(sessions, key=lambda session: session.copy_s, default=None)
@@ -130,7 +129,6 @@ class Examinations:
         )
 
     def _kv_bytes(self) -> int:
-        """The KV of ``MOVED_TOKENS`` tokens, of any worker."""
         sizes = [session.capability.kv_token_bytes for session in self._sessions.workers.values()]
         return MOVED_TOKENS * max(sizes, default=0) or UNKNOWN_KV_BYTES
 

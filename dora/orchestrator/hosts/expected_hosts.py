@@ -10,7 +10,7 @@ from typing import Any
 
 from dora.host.command import pool_id_of
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class ExpectedHost:
 class ExpectedHosts:
     """Expected hosts by name. ``stands``: from the ledger: [epoch, {worker or pool: mark of its token}]."""
 
-    def __init__(self, stands: Mapping[str, Any], tokens: Tokens) -> None:
+    def __init__(self, stands: Mapping[str, Any], tokens: ServiceTokens) -> None:
         """Makes the tokens of all these workers and pools valid."""
         self._tokens = tokens
         self._hosts = {name: ExpectedHost(epoch, set(marks)) for name, (epoch, marks) in stands.items()}
@@ -41,11 +41,9 @@ class ExpectedHosts:
         return host in self._hosts
 
     def names(self) -> tuple[str, ...]:
-        """Names of the hosts."""
         return tuple(self._hosts)
 
     def statuses(self) -> list[pb.HostStatus]:
-        """The hosts' states for operators."""
         why = "its agent has not returned since the service was restarted"
         return [
             pb.HostStatus(name=name, state="expected", epoch=host.epoch, workers=len(host.workers_of(name)), reason=why)
@@ -53,11 +51,9 @@ class ExpectedHosts:
         ]
 
     def members(self) -> Set[str]:
-        """All workers and pools of these hosts."""
         return {name for host in self._hosts.values() for name in host.names}
 
     def host_of(self, name: str) -> str | None:
-        """The host of a worker or pool."""
         return next((host for host, expected in self._hosts.items() if name in expected.names), None)
 
     def orphaned(self, hello: pb.HostHello) -> bool:

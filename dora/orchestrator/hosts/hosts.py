@@ -32,12 +32,12 @@ from dora.orchestrator.hosts.expected_hosts import ExpectedHosts
 from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
 from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
-from dora.orchestrator.rollout.streams import DRAINED, Session, Sessions
+from dora.orchestrator.rollout.streams import DRAINED, MemberSession, MemberSessions
 from dora.relay.orders import Upstream
 from dora.release import __version__
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.awake import awake_s
 from dora.tls import Tls
 from dora.tls.contexts import Contexts
@@ -59,7 +59,7 @@ class Hosts:
         self,
         config: Config,
         store: HostStore,
-        sessions: Sessions,
+        sessions: MemberSessions,
         state: State,
         post: Callable[[on.Event], None],
         note: Callable[[records.LogRecord], None] = lambda record: None,
@@ -81,7 +81,7 @@ class Hosts:
         self._is_suspended = False
         self._lost: dict[str, pb.HostStatus] = {}
         self._epochs = 0
-        self._tokens: Tokens | None = None
+        self._tokens: ServiceTokens | None = None
         self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
         self._opened = asyncio.Event()
         self.folder: Path = Path("/")
@@ -89,7 +89,7 @@ class Hosts:
 
     # ------------------------------------------------------------------------------------------------ coming and going
 
-    def expect(self, stands: Mapping[str, Any], epoch: int, tokens: Tokens) -> Collection[str]:
+    def expect(self, stands: Mapping[str, Any], epoch: int, tokens: ServiceTokens) -> Collection[str]:
         """Expects the hosts of an earlier incarnation's ledger; ``epoch``: the last that was given.
 
         Returns the names of their workers and pools, which may connect from now on.
@@ -110,7 +110,7 @@ class Hosts:
         """Keeps epochs valid for the next incarnation: losses from now on are not logged."""
         self._is_suspended = True
 
-    def begin(self, launcher: Launcher, folder: Path, tokens: Tokens) -> None:
+    def begin(self, launcher: Launcher, folder: Path, tokens: ServiceTokens) -> None:
         """Adds the service's own host with its run folder."""
         for name, epoch in self._unlike.items():
             self._note(records.HostStands(name, epoch, None))
@@ -202,7 +202,6 @@ class Hosts:
             session.send(pb.HostOrder(stop_worker=pb.StopWorker(worker_id=worker_id)))
 
     def _give_up(self, name: str, reason: str) -> None:
-        """Ends the epoch of an expected host; does nothing for other hosts."""
         if self._expected is None or name not in self._expected:
             return
         expected = self._expected.take(name)
@@ -313,7 +312,6 @@ class Hosts:
             host.launcher.stop(name, again=True)
 
     def close(self) -> None:
-        """Ends all agents with the service."""
         for host in self._hosts.values():
             if host.session is not None:
                 host.session.leave("the service has ended")
@@ -326,7 +324,6 @@ class Hosts:
         return None if self._expected is None else self._expected.host_of(name)
 
     def has(self, name: str) -> bool:
-        """Returns whether a host of this name is connected."""
         return name in self._hosts
 
     def has_others(self) -> bool:
@@ -394,7 +391,6 @@ class Hosts:
         return self._distributor.canary(version)
 
     def retired(self, version: int) -> None:
-        """Drops a retired version everywhere."""
         for host in self._remote():
             assert host.session is not None
             host.session.versions.discard(version)
@@ -463,8 +459,7 @@ class Hosts:
             self._note(records.HostStands(name, *self._expected.stand(name)))
         self.worker_counts.release(worker_id)
 
-    def worker_lost(self, session: Session) -> None:
-        """Notes that a worker which was to leave has left."""
+    def worker_lost(self, session: MemberSession) -> None:
         if self.worker_counts.is_leaving(session.worker_id):
             self._sessions.keep_reason(session.worker_id, DRAINED)
             self.release(session.worker_id)
@@ -508,7 +503,6 @@ class Hosts:
         return self._distributor.examiner(self.folder, tls)
 
     def states(self) -> list[str]:
-        """The state of each host: connected, expected and lost ones."""
         expected = self._expected.statuses() if self._expected is not None else ()
         lost = (*expected, *self._lost.values())
         return [*(_state_of(host) for host in self._hosts.values()), *(shown.state for shown in lost)]

@@ -9,7 +9,7 @@ from dora.errors import Conflict
 from dora.host.command import pool_id_of
 from dora.host.launcher import Scaled, WorkerStartError, prefix_of, scaled
 from dora.rpc import dora_pb2 as pb
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.awake import awake_s
 
 log = logging.getLogger("dora.service")
@@ -20,8 +20,6 @@ ORDERS_QUEUED_MAX = 4096  # an agent this far behind counts as lost
 
 
 class HostSession:
-    """One epoch of one host."""
-
     def __init__(self, epoch: int, hello: pb.HostHello) -> None:
         self.name = hello.name
         self.epoch = epoch
@@ -42,7 +40,6 @@ class HostSession:
         self._examined: tuple[int, asyncio.Future[Answer]] | None = None  # the examination that is awaited
 
     def heard(self) -> None:
-        """Notes a message of the agent."""
         self.heard_s, self.seen_at = awake_s(), time.time()
 
     def overdue(self, absent: Iterable[str], limit_s: float) -> tuple[list[str], str]:
@@ -105,7 +102,7 @@ class HostSession:
 class RemoteLauncher:
     """The workers of a host that an agent runs (``host/launcher.py`` has the contract)."""
 
-    def __init__(self, session: HostSession, tokens: Tokens, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, session: HostSession, tokens: ServiceTokens, changed: Callable[[], None] = lambda: None) -> None:
         """``changed`` is called after each change of the workers or their tokens."""
         self._session = session
         self._tokens = tokens

@@ -60,7 +60,6 @@ def check_socket(run_folder: Path) -> None:
 
 
 async def _version(kv: KvConfig) -> str:
-    """The version of LMCache in the configured Python."""
     try:
         process = await asyncio.create_subprocess_exec(
             *_command(kv), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=child_environment()
@@ -92,7 +91,6 @@ class TierServer:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint for workers."""
         return f"ipc://{server.socket_of(self._run_folder)}"
 
     @property
@@ -101,7 +99,6 @@ class TierServer:
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     def status(self, workers: int) -> pb.KvTierStatus:
-        """The tier's state for operators. ``workers``: number of workers that reach it."""
         held = self._held
         return pb.KvTierStatus(
             up=held is not None,
@@ -190,7 +187,6 @@ class TierServer:
                 send(self._process)
 
     def _sink(self) -> BinaryIO:
-        """The server's log file; the null device if it cannot be made."""
         with self._storage.tidying(RUN_FOLDER):
             folder = self._run_folder / "logs"
             folder.mkdir(parents=True, exist_ok=True)

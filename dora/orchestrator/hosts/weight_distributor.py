@@ -20,7 +20,7 @@ from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity, this_host
 from dora.orchestrator.hosts import broadcast
 from dora.relay.link import Link
-from dora.relay.orders import Arrived, Failed, Order, Outcome, Upstream
+from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
 from dora.rpc import dora_pb2 as pb
 from dora.system.awake import awake_s
@@ -82,7 +82,6 @@ class WeightDistributor:
         self._carry_out(self._broadcast.joined(LOCAL, OWN_EPOCH, self._relay.address, held=held))
 
     def relays(self) -> list[Upstream]:
-        """The relays of all hosts."""
         return self._broadcast.relays()
 
     def examiner(self, folder: Path, tls: Tls | None) -> Examiner:
@@ -146,7 +145,7 @@ class WeightDistributor:
 
     def failed(self, host: str, epoch: int, message: pb.VersionFailed) -> None:
         parsed_name(message.name)
-        self._told(host, epoch, Failed(message.name, message.reason[:REASON_MAX], tuple(message.culprits)))
+        self._told(host, epoch, FetchFailed(message.name, message.reason[:REASON_MAX], tuple(message.culprits)))
 
     def remind(self) -> None:
         """Retries versions that hosts gave up, and fetches again those that are missing here. Called periodically."""
@@ -156,7 +155,6 @@ class WeightDistributor:
             self._carry_out(self._broadcast.remind())
 
     def missed(self, host: str, epoch: int, version: int) -> None:
-        """Another host has lost a version."""
         if name := self.name_of(version):
             log.error("%s is missing in the store of %s, or damaged there", name, host)
             self._carry_out(self._broadcast.missed(host, epoch, name))
@@ -167,7 +165,6 @@ class WeightDistributor:
         self._look_at_own()
 
     def has_elsewhere(self, host: str, version: int) -> bool:
-        """Returns whether another host has the whole version."""
         return any(holder != host for holder in self._broadcast.holders(version))
 
     async def is_damaged(self, version: int) -> bool:
@@ -195,7 +192,6 @@ class WeightDistributor:
         return not is_sound
 
     def _replaced(self, name: str) -> None:
-        """Notes that the files of this version have changed or been removed."""
         self._damaged.discard(name)
         self._checks.pop(name, None)
 
@@ -298,13 +294,13 @@ class WeightDistributor:
 
     def _fetch(self, host: str, epoch: int, command: broadcast.Fetch) -> None:
         if host == LOCAL:
-            self._own(Order(command.name, command.upstreams, command.piece_bytes))
+            self._own(FetchOrder(command.name, command.upstreams, command.piece_bytes))
             return
         peers = [pb.RelayPeer(host=each.host, epoch=each.epoch, address=each.address) for each in command.upstreams]
         fetch = pb.FetchVersion(name=command.name, upstreams=peers, piece_bytes=command.piece_bytes)
         self._order(host, epoch, pb.HostOrder(fetch_version=fetch))
 
-    def _own(self, order: Order) -> None:
+    def _own(self, order: FetchOrder) -> None:
         if self._relay is not None:
             self._relay.fetch(order)
 

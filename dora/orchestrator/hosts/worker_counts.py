@@ -27,7 +27,6 @@ class Host:
 
     @property
     def active(self) -> list[str]:
-        """Workers that stay."""
         return [name for name in self.launcher.workers if name not in self.leaving]
 
 
@@ -54,7 +53,7 @@ class WorkerCounts:
 
     def drain_worker(self, worker_id: str) -> None:
         """Drains one worker, also one that no launcher started. Raises NotFound, Conflict."""
-        self._post(on.DrainAsked(worker_id))
+        self._post(on.DrainRequested(worker_id))
         for host in self._hosts.values():
             if worker_id in host.launcher.workers:
                 host.leaving.add(worker_id)
@@ -69,19 +68,19 @@ class WorkerCounts:
             allowed = f"0 to {WORKERS_MAX} on one host, {WORKERS_MAX * len(hosts)} on {len(hosts)}"
             raise InvalidValue("workers", workers, allowed)
         counts = {host.name: len(host.active) for host in hosts}
-        wanted = {name: workers} if name else distributor(counts, workers)
-        changed = [host for host in hosts if wanted[host.name] != counts[host.name] or host.draining]
+        targets = {name: workers} if name else distributor(counts, workers)
+        changed = [host for host in hosts if targets[host.name] != counts[host.name] or host.draining]
         for host in changed:
             if host.leaving:
                 why = f"is changing: {', '.join(sorted(host.leaving))} are being drained"
                 raise Conflict("host", host.name, "a host with no draining workers", why=why)
-        surplus = [each for host in changed for each in host.active[max(0, wanted[host.name]) :]]
+        surplus = [each for host in changed for each in host.active[max(0, targets[host.name]) :]]
         if surplus:
             self._check_left_over(surplus)
         started: list[str] = []
         emptied: list[str] = []
         for host in changed:
-            change = host.launcher.scale(wanted[host.name])
+            change = host.launcher.scale(targets[host.name])
             host.draining = False
             started.extend(change.started)
             for worker_id in change.surplus:
@@ -97,10 +96,9 @@ class WorkerCounts:
             return
         host.leaving.add(worker_id)
         if not worker.draining:
-            self._post(on.DrainAsked(worker_id))
+            self._post(on.DrainRequested(worker_id))
 
     def _check_left_over(self, leaving: Collection[str]) -> None:
-        """Raises Conflict if no worker would be left to take over the requests."""
         working = {name for name, worker in self._state.workers.items() if not worker.draining}
         if working and not working - set(leaving):
             allowed = "only some of the workers, so that others can take over their requests"

@@ -36,7 +36,6 @@ class Exporter:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def service(self) -> bytes:
-        """The service's own metrics."""
         loop = asyncio.get_running_loop()
         free = await loop.run_in_executor(self._thread, free_bytes, self._folders)
         found = [*families(SERVICE, ServiceReadings(self._runtime, free))]

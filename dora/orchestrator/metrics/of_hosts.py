@@ -11,7 +11,7 @@ from dora.core.fleet.worker import Worker
 from dora.data.engine_times import BY_NAME, ENDS, HISTOGRAMS
 from dora.host.command import pool_id_of
 from dora.host.launcher import LOCAL
-from dora.metrics.declaration import Declared, Labelled
+from dora.metrics.declaration import DeclaredMetric, Labelled
 from dora.metrics.text import HistogramText
 from dora.orchestrator.metrics.readings import WORKER_STATES, all_of
 from dora.orchestrator.rollout.streams import WorkerSession
@@ -96,7 +96,7 @@ class HostReadings:
         return self._model, str(worker.index)
 
 
-Metric: TypeAlias = Declared[HostReadings]
+Metric: TypeAlias = DeclaredMetric[HostReadings]
 
 MACHINE: Final = (
     Metric("dora_host_cores", "Cores of the host.", lambda seen: seen.host.capacity.cores),
@@ -130,5 +130,4 @@ HISTOGRAM_TEXTS: Final = tuple(HistogramText(each.name, each.meaning, each.bound
 
 
 def histograms_text(found: Mapping[str, list[Series]]) -> bytes:
-    """Writes the engines' histograms."""
     return b"".join(text.of(found[each.name]) for each, text in zip(HISTOGRAMS, HISTOGRAM_TEXTS, strict=True))

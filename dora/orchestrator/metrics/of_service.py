@@ -5,11 +5,11 @@ from typing import Final, TypeAlias
 
 from dora.data.counters import COUNTERS
 from dora.data.step_parts import PARTS
-from dora.metrics.declaration import Declared
+from dora.metrics.declaration import DeclaredMetric
 from dora.orchestrator.metrics.readings import ServiceReadings as Seen
 from dora.orchestrator.metrics.requests import longest_idle_s
 
-Metric: TypeAlias = Declared[Seen]
+Metric: TypeAlias = DeclaredMetric[Seen]
 
 AGE: Final = "age 0 is the newest version"
 WINDOW: Final = (

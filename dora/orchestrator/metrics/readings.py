@@ -15,14 +15,14 @@ from dora.core.handoff.table import REASONS
 from dora.core.state import State
 from dora.metrics.declaration import Labelled
 from dora.orchestrator.metrics.requests import ages, requests_by_state
-from dora.orchestrator.recording.storage import KEPT, RECORD, RUN_FOLDER, STATE
+from dora.orchestrator.recording.storage import PERSISTED, RECORD, RUN_FOLDER, STATE
 from dora.orchestrator.rollout.distributions import KINDS
 from dora.orchestrator.rollout.telemetry import RESULTS, Moved, StepRecord
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services import status
 from dora.system.awake import awake_s
 
-PLACES: Final = (RUN_FOLDER, RECORD, STATE, KEPT)
+PLACES: Final = (RUN_FOLDER, RECORD, STATE, PERSISTED)
 WORKER_STATES: Final = ("starting", "joining", "loading", "ready", "vacating", "draining", "lost", "drained")
 VERSION_STATES: Final = ("published", "suspect", "rejected", "unavailable")
 HOST_STATES: Final = ("ready", "draining", "drained", "failed", "lost", "expected")
@@ -62,7 +62,6 @@ class ServiceReadings:
         return None if self._last_step is None else getattr(self._last_step, name)
 
     def signals(self) -> Labelled:
-        """The trainer's metrics of the last step."""
         found = {} if self._last_step is None else self._last_step.metrics
         return {(name,): value for name, value in found.items()}
 
@@ -134,8 +133,8 @@ def all_of(names: Iterable[str], found: Mapping[str, int]) -> Labelled:
 
 def storage_folders(config: Config, run_folder: Path) -> Mapping[str, Path]:
     """The folders of the storage places that the service has."""
-    given = {RUN_FOLDER: str(run_folder), RECORD: config.record, STATE: config.service.state}
-    return {place: Path(folder) for place, folder in given.items() if folder}
+    folders = {RUN_FOLDER: str(run_folder), RECORD: config.record, STATE: config.service.state}
+    return {place: Path(folder) for place, folder in folders.items() if folder}
 
 
 def free_bytes(folders: Mapping[str, Path]) -> Mapping[str, float]:

@@ -36,7 +36,6 @@ def requests_by_state(state: State) -> Labelled:
 
 
 def _codes(state: State) -> Column:
-    """The state of each row of the request table, as an index of ``STATES``."""
     requests, groups = state.requests, state.groups
     status, moving = requests["status"], requests["moving"]
     codes = np.zeros(len(status), np.int64)

@@ -20,7 +20,7 @@ from dora.metrics.text import TEXT
 from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
 from dora.rpc.bearer import READS, bearer_of, check_bearer
 from dora.rpc.errors import PermissionDenied
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.process_tree import listener_of
 from dora.tls.http import HttpTls
 
@@ -38,7 +38,7 @@ PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY
 class MetricsServer:
     """Answers scrapers. ``connect`` makes the protocol of each connection. ``guard`` None: everyone may read."""
 
-    def __init__(self, exporter: Exporter, guard: HttpTls | None = None, tokens: Tokens | None = None) -> None:
+    def __init__(self, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None) -> None:
         self._exporter = exporter
         self._guard = guard
         self._tokens = tokens
@@ -54,7 +54,6 @@ class MetricsServer:
         return protocol
 
     async def close(self) -> None:
-        """Ends all connections."""
         await self._server.shutdown(timeout=0)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -84,7 +83,6 @@ class MetricsServer:
         return web.Response(body=page, headers={"Content-Type": TEXT})
 
     def _check(self, request: web.BaseRequest) -> None:
-        """Raises Unauthenticated and PermissionDenied for a caller that may not read."""
         if self._guard is not None:
             token = bearer_of(request.headers.get("Authorization", ""))
             check_bearer(READS, self._guard.holder(request.transport), token, self._tokens)
@@ -109,7 +107,7 @@ class _Closed(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def serving_metrics(
-    listen: str, exporter: Exporter, guard: HttpTls | None = None, tokens: Tokens | None = None
+    listen: str, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None
 ) -> AsyncIterator[str]:
     """Serves at ``listen``, a host:port; yields the actual address (port 0 takes a free one)."""
     server = MetricsServer(exporter, guard, tokens)

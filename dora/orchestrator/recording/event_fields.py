@@ -15,11 +15,18 @@ from dora.core import events as on
 from dora.errors import MISSING, InvalidValue
 
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
-RENAMED: Final = {"VersionGone": "VersionUnavailable"}  # kinds by their names in older logs
+RENAMED: Final = {  # kinds by their names in older logs
+    "VersionGone": "VersionUnavailable",
+    "TurnAsked": "TurnRequested",
+    "DrainAsked": "DrainRequested",
+    "EvaluationAsked": "EvaluationRequested",
+    "MigrateAsked": "MigrationRequested",
+    "GroupAsked": "GroupRequested",
+    "RebalanceAsked": "RebalanceRequested",
+}
 
 
 def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
-    """Returns an event's kind and its fields as plain values."""
     return type(event).__name__, {field.name: _plain(getattr(event, field.name)) for field in fields(event)}
 
 

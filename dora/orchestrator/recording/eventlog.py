@@ -76,8 +76,6 @@ class EventLog(ABC):
 
 
 class FileLog(EventLog):
-    """A log in the older file format."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.torn_bytes = 0
@@ -192,7 +190,6 @@ def read_log(path: Path) -> EventLog:
 
 
 def _opened(path: Path) -> BufferedReader:
-    """Opens the file behind its preamble."""
     try:
         stream = path.open("rb")
         preamble = stream.read(_PREAMBLE.size)

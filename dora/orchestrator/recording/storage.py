@@ -25,7 +25,7 @@ log = logging.getLogger("dora.storage")
 RUN_FOLDER: Final = "run folder"
 RECORD: Final = "record"
 STATE: Final = "state folder"  # its log
-KEPT: Final = "state folder: versions"
+PERSISTED: Final = "state folder: versions"
 ROOM_BYTES: Final = 256 << 10  # with less free space the run folder counts as full
 _ROOM_FILE: Final = ".room"
 
@@ -41,8 +41,6 @@ class StorageFault:
 
 
 class Storage:
-    """The present faults, by place."""
-
     def __init__(self) -> None:
         self.faults: dict[str, StorageFault] = {}
         self.faults_seen = 0
@@ -71,7 +69,6 @@ class Storage:
             self._changed(self.summary())
 
     def works(self, place: str) -> None:
-        """Notes a successful write to ``place``."""
         fault = self.faults.pop(place, None)
         if fault is not None:
             log.warning("storage has recovered: %s, after %.0f s", place, time.time() - fault.since)
@@ -115,13 +112,11 @@ class Storage:
             self.works(place)
 
     def look_again(self) -> None:
-        """Triggers retries of failed writes."""
         if self._looks is not None:
             self._looks.set_result(None)
             self._looks = None
 
     async def next_look(self) -> None:
-        """Waits for the next retry of failed writes."""
         if self._looks is None:
             self._looks = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._looks)

@@ -46,14 +46,14 @@ def check_from(config: Config, state: StateFolder | None) -> Config:
     _check_has_state(config)
     if state is None:
         return config
-    wanted, own, began = config.service.begin_from, state.folder, state.identity.begun_from
+    requested, own, began = config.service.begin_from, state.folder, state.identity.begun_from
     if not _is_to_copy(config, own, state.found.is_new, began):
         return _with_model(config, own / MODEL_FOLDER) if began else config
-    other, version = _parsed(wanted)
-    _check_other(wanted, other, own)
+    other, version = _parsed(requested)
+    _check_other(requested, other, own)
     if not named.is_name(version) and is_held(other / LOCK_FILE):
-        raise _in_use(wanted, other)
-    return _with_model(config, _kept(wanted, other, version))
+        raise _in_use(requested, other)
+    return _with_model(config, _kept(requested, other, version))
 
 
 def _with_model(config: Config, model: Path) -> Config:
@@ -65,13 +65,13 @@ def _is_to_copy(config: Config, own: Path, is_new: bool, began: str) -> bool:
 
     Raises InvalidValue if it has begun otherwise than ``service.begin_from`` says.
     """
-    wanted = config.service.begin_from
-    if not wanted:
+    requested = config.service.begin_from
+    if not requested:
         return False
-    name = _name(*_parsed(wanted))
+    name = _name(*_parsed(requested))
     if not is_new and began != name:
         allowed = f"left out, or {began}" if began else "left out, or with a new folder as service.state"
-        raise InvalidValue(FIELD, wanted, allowed, why=f"is not how the run in {own} began")
+        raise InvalidValue(FIELD, requested, allowed, why=f"is not how the run in {own} began")
     return began != name
 
 
@@ -80,7 +80,6 @@ def _name(other: Path, version: str) -> str:
 
 
 def _has_run(folder: Path) -> bool:
-    """Returns whether a service has run on this state folder. Changes nothing."""
     return any((folder / LOG_FOLDER).glob("[0-9]*"))
 
 
@@ -90,56 +89,55 @@ def _check_has_state(config: Config) -> None:
         raise InvalidValue(FIELD, config.service.begin_from, allowed)
 
 
-def _parsed(wanted: str) -> tuple[Path, str]:
-    folder, _, version = wanted.rpartition("@")
+def _parsed(requested: str) -> tuple[Path, str]:
+    folder, _, version = requested.rpartition("@")
     is_number = version.isascii() and version.isdigit()
     if not folder or not (is_number or named.is_name(version)):
         allowed = "STATE@VERSION: a state folder, and the number of a version or the name of a checkpoint in it"
-        raise InvalidValue(FIELD, wanted, allowed)
+        raise InvalidValue(FIELD, requested, allowed)
     return Path(folder), str(int(version)) if is_number else version
 
 
-def _check_other(wanted: str, other: Path, own: Path) -> None:
+def _check_other(requested: str, other: Path, own: Path) -> None:
     if not _has_run(other):
-        raise InvalidValue(FIELD, wanted, f"the state folder of a run: {other} has none")
+        raise InvalidValue(FIELD, requested, f"the state folder of a run: {other} has none")
     if other.resolve() == own.resolve():
-        raise InvalidValue(FIELD, wanted, "the state folder of another run than service.state")
+        raise InvalidValue(FIELD, requested, "the state folder of another run than service.state")
 
 
-def _in_use(wanted: str, other: Path) -> InvalidValue:
+def _in_use(requested: str, other: Path) -> InvalidValue:
     why = f"is in use by {owner_of(other / LOCK_FILE)}"
-    return InvalidValue(FIELD, wanted, "the state folder of a run whose service has been stopped", why=why)
+    return InvalidValue(FIELD, requested, "the state folder of a run whose service has been stopped", why=why)
 
 
-def _kept(wanted: str, other: Path, version: str) -> Path:
-    """The other run's folder of the version. Raises InvalidValue if it is missing or damaged."""
+def _kept(requested: str, other: Path, version: str) -> Path:
     versions = other / VERSIONS_FOLDER
     kept = (other / named.CHECKPOINTS_FOLDER if named.is_name(version) else versions) / version
     if not kept.is_dir():
         there = [*sorted(int(each.name) for each in versions.glob("[0-9]*")), *named.names_in(other)]
         allowed = f"a version that {other} has: {', '.join(map(str, there)) or 'none'}. "
-        raise InvalidValue(FIELD, wanted, allowed + "A record has all of them: --model RECORD/versions/N")
+        raise InvalidValue(FIELD, requested, allowed + "A record has all of them: --model RECORD/versions/N")
     for file in kept.iterdir():
         if not file.exists():
-            raise InvalidValue(FIELD, wanted, f"a version whose files exist: {file} links to one that is gone")
+            raise InvalidValue(FIELD, requested, f"a version whose files exist: {file} links to one that is gone")
     is_model = named.facts_of(other, version).get("version") == 0  # not published: it has no manifest
     if not (is_model or is_sound(kept)):
-        raise InvalidValue(FIELD, wanted, f"a version with undamaged weights: those in {kept} are not as published")
+        raise InvalidValue(FIELD, requested, f"a version with undamaged weights: those in {kept} are not as published")
     return kept
 
 
-def _copy(wanted: str, other: Path, version: str, own: Path) -> None:
+def _copy(requested: str, other: Path, version: str, own: Path) -> None:
     """Copies the version's model. An earlier attempt that was cut short is replaced. Raises InvalidValue."""
-    _check_other(wanted, other, own)
+    _check_other(requested, other, own)
     target, unfinished = own / MODEL_FOLDER, own / f".{MODEL_FOLDER}"
     try:
         with contextlib.ExitStack() as stack:
             if not named.is_name(version):  # a number's folder goes when the version retires
                 held = hold(other / LOCK_FILE)
                 if held is None:
-                    raise _in_use(wanted, other)
+                    raise _in_use(requested, other)
                 stack.enter_context(contextlib.closing(held))
-            kept = _kept(wanted, other, version)
+            kept = _kept(requested, other, version)
             for left in (unfinished, target):
                 shutil.rmtree(left, ignore_errors=True)
             unfinished.mkdir(mode=0o700)
@@ -154,4 +152,4 @@ def _copy(wanted: str, other: Path, version: str, own: Path) -> None:
             unfinished.rename(target)
             sync_folder(own)
     except OSError as error:
-        raise InvalidValue(FIELD, wanted, f"a run that can be copied to {own} ({error.strerror})") from error
+        raise InvalidValue(FIELD, requested, f"a run that can be copied to {own} ({error.strerror})") from error

@@ -176,7 +176,6 @@ def _name_of(folder: Path) -> str:
 
 
 def _module_files(function: str) -> list[Path]:
-    """The file of a user's ``module:function``; none if it comes with DORA or has no file."""
     module = function.partition(":")[0]
     if ":" not in function or module.startswith(BUILT_IN):
         return []
@@ -188,7 +187,6 @@ def _module_files(function: str) -> list[Path]:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """The digest of files' names and content; empty without files."""
     found, is_empty = hashlib.blake2b(digest_size=16), True
     for file in files:
         is_empty = False

@@ -48,7 +48,6 @@ def check_changes(before: Config, now: Config, found: Found, folder: str) -> Non
 
 
 def settings_before(found: Found) -> Config:
-    """The configuration of the last incarnation."""
     return validated(upgraded(json.loads(found.ledger.values["config"])))
 
 
@@ -106,7 +105,6 @@ def _first(pair: tuple[int, Prompt | None]) -> int:
 
 
 def _tokens(config: Config, prompt: Prompt) -> int:
-    """The longest context of this prompt's responses."""
     return len(prompt.token_ids) + sampling_of(config.rollout, prompt).max_tokens
 
 

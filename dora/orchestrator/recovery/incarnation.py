@@ -49,7 +49,7 @@ class DurableEnds:
     def note(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
         """Notes responses and turns that a worker has reported to their end."""
         if self._incarnation.orphan_timeout_s and request_ids:
-            ended = [(each, len(self._buffer[each].given)) for each in request_ids]
+            ended = [(each, len(self._buffer[each].inputs)) for each in request_ids]
             self._ended.append((self._journal.appended, session, ended))
 
     def settle(self) -> None:
@@ -66,4 +66,4 @@ class DurableEnds:
     def _is_turn(self, request_id: str, turn: int) -> bool:
         """Returns whether no later turn of the response was asked: its worker would take that for the settled one."""
         entry = self._buffer.get(request_id)
-        return entry is None or len(entry.given) == turn
+        return entry is None or len(entry.inputs) == turn

@@ -33,7 +33,6 @@ class Reattachment:
         return self._over.is_set()
 
     async def over(self) -> None:
-        """Returns once the core is restored."""
         await self._over.wait()
 
     async def came(self, name: str, joined: Callable[[], Joined | None]) -> bool:
@@ -74,7 +73,6 @@ class Reattachment:
         return replace(restored, workers=tuple(without_doubles(workers)), pools=pools)
 
     def close(self) -> None:
-        """Ends the wait."""
         self._over.set()
 
 

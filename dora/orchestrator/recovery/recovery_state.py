@@ -23,7 +23,7 @@ UNFINISHED, FINISHED, SCORED, IDLE, DORMANT, SKIPPED = range(6)  # stages of a r
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RestoredWindow:
     """The window's step and size at a start, with the settings of that start."""
 
     step: int
@@ -34,7 +34,7 @@ class Standing:
     is_resized: bool  # the size in force is not the one before the start
 
 
-def standing(values: Mapping[str, Any], taken: int, window: WindowConfig) -> Standing:
+def standing(values: Mapping[str, Any], taken: int, window: WindowConfig) -> RestoredWindow:
     """``values``: of the ledger. ``taken``: groups that the open step has.
 
     A configured number of groups per step replaces the one before, also for the open step. The size in force becomes
@@ -47,7 +47,7 @@ def standing(values: Mapping[str, Any], taken: int, window: WindowConfig) -> Sta
     step, left_behind = newest + is_filled, values["left_behind"]
     if size != before:
         left_behind = max(left_behind, step - before + 1)
-    return Standing(step, groups if is_filled else groups - taken, groups, size, left_behind, size != before)
+    return RestoredWindow(step, groups if is_filled else groups - taken, groups, size, left_behind, size != before)
 
 
 def restored(
@@ -71,7 +71,7 @@ def restored(
     sizes = [len(group.rows) for group in groups]
     of_session = np.repeat([bool(group.prompt.environment) for group in groups], sizes)
     tokens = requests.counts.astype(np.int32)
-    given, own_prompts = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
+    input_tokens, own_prompts = np.zeros(len(requests), np.int32), np.zeros(len(requests), np.int32)
     if of_session.any():
         is_idle = (requests.ends > 0) & (requests.ends < CLOSED)
         has_prompt = np.repeat([bool(group.prompt.token_ids) for group in groups], sizes)
@@ -81,8 +81,8 @@ def restored(
             tokens[position] -= shift_of(runs)
             if (prompt := prompt_of(runs, len(runs))) is not None:
                 own_prompts[position] = prompt.tokens
-            waits = runs[-1].held_end == requests.counts[position] and not runs[-1].is_prompt
-            given[position] = runs[-1].tokens if waits else 0
+            waits = runs[-1].buffer_end == requests.counts[position] and not runs[-1].is_prompt
+            input_tokens[position] = runs[-1].tokens if waits else 0
     stages[list(requests.verdicts)] = SCORED
     rewards = _rest(groups, requests, stages)
     return on.Restored(
@@ -111,7 +111,7 @@ def restored(
             tokens,
             stages,
             requests.attempts,
-            given,
+            input_tokens,
             own_prompts,
         ),
         leased=tuple(group.group_id for group in taken),

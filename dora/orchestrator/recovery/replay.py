@@ -115,7 +115,6 @@ class Decision:
         )
 
     def kinds(self) -> frozenset[str]:
-        """The kinds of its event and its commands."""
         return frozenset(type(message).__name__ for message in (self.event, *self.commands))
 
 
@@ -164,11 +163,11 @@ class Replay:
     def _decide(self, record: Record, known: Known) -> Decision:
         """Handles the event like the service's shell: an exception is a refusal or the service's end."""
         number, now_s, event = record.number, record.now_s, record.event
-        given = event
+        original = event
         if isinstance(event, on.TokensReported):
             event = event.by_name(self.machine.state.names())
         try:
-            return Decision(number, now_s, event, known, tuple(self.machine.handle(given, now_s)))
+            return Decision(number, now_s, event, known, tuple(self.machine.handle(original, now_s)))
         except InvalidValue as error:
             return Decision(number, now_s, event, known, (), str(error))
         except Exception as error:
@@ -182,7 +181,6 @@ class Replay:
 
 
 def known_of(state: State) -> Known:
-    """The core's present state as ``Known``."""
     window = state.window
     return Known(
         step=window.step,
@@ -201,7 +199,6 @@ def known_of(state: State) -> Known:
 
 
 def _finished_versions(state: State) -> Iterator[int]:
-    """The version of each group that waits for a step."""
     return (int(state.groups["version"][group]) for groups in state.finished.values() for group in groups)
 
 
@@ -217,7 +214,7 @@ def _known_worker(worker: Worker) -> KnownWorker:
         target=worker.target,
         draining=worker.draining,
         slots=worker.slots,
-        held=worker.held,
+        held=worker.assigned,
         queued=worker.waiting,
         kv_tokens=worker.kv_tokens,
         kv_used_tokens=worker.kv_used,

@@ -18,7 +18,7 @@ from dora.config import Config, validated
 from dora.errors import MISSING, InvalidValue
 from dora.journal.finding import Found, find, finding
 from dora.journal.log import LOG_FOLDER, Sizes
-from dora.journal.versions import KeptVersions
+from dora.journal.versions import PersistedVersions
 from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
 from dora.system.files import replace_durably, try_folder
 from dora.system.ownership import hold, is_held, owner_of, place_of
@@ -37,9 +37,7 @@ _KV_SECRET: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(slots=True)
-class Identity:
-    """A service's identity for its clients."""
-
+class ServiceIdentity:
     address: str = ""
     token: str = field(default="", repr=False)
     kv_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -69,8 +67,8 @@ class StateFolder:
 
     folder: Path
     found: Found
-    versions: KeptVersions
-    identity: Identity
+    versions: PersistedVersions
+    identity: ServiceIdentity
     place: str = ""  # of its lock file: a copy of the folder has another one
 
     def check_settings(self, config: Config) -> None:
@@ -148,7 +146,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         raise _in_use(folder)
     try:
         try:
-            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER)
+            identity, versions = _identity(folder), PersistedVersions(folder / VERSIONS_FOLDER)
             state = StateFolder(folder, find(folder, sizes), versions, identity, held.place)
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -181,7 +179,7 @@ def reading_state(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
         raise _in_use(folder)
     with contextlib.ExitStack() as stack:
         try:
-            identity, versions = _identity(folder), KeptVersions(folder / VERSIONS_FOLDER, repairs=False)
+            identity, versions = _identity(folder), PersistedVersions(folder / VERSIONS_FOLDER, repairs=False)
             found = stack.enter_context(finding(folder, sizes))
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -195,13 +193,12 @@ def _check_keeps(config: Config) -> None:
         raise InvalidValue(SETTING, "", "a folder, because service.keep_events is set")
 
 
-def _identity(folder: Path) -> Identity:
-    """The identity that the folder's service has; a new one if there is none. Raises InvalidValue."""
+def _identity(folder: Path) -> ServiceIdentity:
     file = folder / SERVICE_FILE
     if not file.exists():
-        return Identity()
+        return ServiceIdentity()
     try:
-        identity = Identity(**json.loads(file.read_text(encoding="utf-8")))
+        identity = ServiceIdentity(**json.loads(file.read_text(encoding="utf-8")))
         if not _KV_SECRET.fullmatch(identity.kv_secret):
             raise ValueError("kv_secret is not 64 hexadecimal digits")
         return identity

@@ -2,14 +2,14 @@
 
 from typing import Final
 
-from dora.core.handoff.table import Kind
+from dora.core.handoff.table import HandoffKind
 from dora.metrics.distribution import BRIEF_BOUNDS_S, LATENCY_BOUNDS_S, LONG_BOUNDS_S, Distribution
 
 BYTES_BOUNDS: Final = tuple(float(4**power) for power in range(8, 18))  # 64 KiB to 16 GiB
 TOKENS_BOUNDS: Final = tuple(float(2**power) for power in range(4, 21))  # 16 to 1 Mi
 STALENESS_BOUNDS: Final = (*map(float, range(9)), 12.0, 16.0, 32.0)
 REWARD_BOUNDS: Final = (-10.0, -5.0, -2.0, -1.0, -0.5, *(tenth / 10 for tenth in range(11)), 2.0, 5.0, 10.0)
-KINDS: Final = tuple(kind.name.lower() for kind in Kind)  # of handoffs
+KINDS: Final = tuple(kind.name.lower() for kind in HandoffKind)  # of handoffs
 
 
 BLACKOUT: Final = Distribution(

@@ -34,7 +34,6 @@ class Attendee:
         self._changed.set()
 
     def drop(self, request_id: str) -> None:
-        """The session has ended."""
         self.mine.pop(request_id, None)
         self._unsent.pop(request_id, None)
 
@@ -66,12 +65,11 @@ class Environments:
         """The open Attend calls of all environments."""
         return sum(map(len, self._attending.values()))
 
-    def is_idle(self, entry: ResponseState) -> bool:
-        """Returns whether a session waits for its next turn."""
-        if entry.is_evaluation:
-            return self._state.evaluations.is_idle(entry.request_id)
-        return self._state.request_id.get(entry.row) == entry.request_id and bool(
-            self._state.requests["status"][entry.row] == IDLE
+    def is_idle(self, response: ResponseState) -> bool:
+        if response.is_evaluation:
+            return self._state.evaluations.is_idle(response.request_id)
+        return self._state.request_id.get(response.row) == response.request_id and bool(
+            self._state.requests["status"][response.row] == IDLE
         )
 
     # --------------------------------------------------------------------------------------------------------- events
@@ -87,9 +85,9 @@ class Environments:
 
     def idles(self, request_id: str) -> None:
         """Offers a session that waits for its environment."""
-        entry = self._buffer.get(request_id)
-        if entry is not None and entry.is_session and self.is_idle(entry):
-            self._offer(entry)
+        response = self._buffer.get(request_id)
+        if response is not None and response.is_session and self.is_idle(response):
+            self._offer(response)
 
     def over(self, request_id: str) -> None:
         """A session has ended, was replaced or is forgotten."""
@@ -100,31 +98,31 @@ class Environments:
                 del self._unattended[attendee.environment]
         _wake(self._readers, request_id)
 
-    def _offer(self, entry: ResponseState) -> None:
+    def _offer(self, response: ResponseState) -> None:
         """Gives a session to an attendee, unless one has it: that one has asked the turn."""
-        if entry.request_id in self._attendee_of:
+        if response.request_id in self._attendee_of:
             return
-        environment = entry.prompt.environment
+        environment = response.prompt.environment
         attendees = self._attending.get(environment)
         if attendees:
             attendee = min(attendees, key=lambda each: len(each.mine))
         else:
             attendee = self._unattended.setdefault(environment, Attendee(environment))
-        self._attendee_of[entry.request_id] = attendee
-        attendee.offer(entry.request_id)
+        self._attendee_of[response.request_id] = attendee
+        attendee.offer(response.request_id)
 
     def _hand_on(self, left: Attendee) -> None:
         """Offers the waiting sessions of one who is gone. The rest is offered when its turns have ended."""
         for request_id in left.mine:
             del self._attendee_of[request_id]
-            if (entry := self._buffer.get(request_id)) is not None and self.is_idle(entry):
-                self._offer(entry)
+            if (response := self._buffer.get(request_id)) is not None and self.is_idle(response):
+                self._offer(response)
 
     def restored(self) -> None:
         """Offers the sessions of an earlier incarnation that wait."""
-        for _, entries in self._buffer.groups():
-            for entry in entries if entries[0].is_session else ():
-                self.idles(entry.request_id)
+        for _, responses in self._buffer.groups():
+            for response in responses if responses[0].is_session else ():
+                self.idles(response.request_id)
 
     # ---------------------------------------------------------------------------------------------------------- calls
 

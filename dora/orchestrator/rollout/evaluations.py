@@ -37,8 +37,8 @@ class EvaluationStream:
         self.name = name
         self.todo = prompts  # by id; not yet begun
         self.prompt_bytes = sum(map(memory_bytes, prompts.values()))
-        self.asked_at = time.time()
-        self.entries: dict[str, tuple[ResponseState, ...]] = {}  # running groups
+        self.requested_at = time.time()
+        self.responses: dict[str, tuple[ResponseState, ...]] = {}  # running groups
         self.unread_bytes = 0
         self.reason = ""  # reason of an early end
         self._queue: asyncio.Queue[TrajectoryGroup | Refused | None] = asyncio.Queue()
@@ -65,7 +65,7 @@ class Evaluations:
         self._core = core
         self._buffer = buffer
         self._environments = environments
-        self._asked = 0
+        self._requested = 0
         self.incarnation = 0
         self.running: dict[str, EvaluationStream] = {}
         self.handlers: Handlers = {
@@ -81,9 +81,9 @@ class Evaluations:
             if prompt.prompt_id in by_id:
                 raise Conflict("prompt_id", prompt.prompt_id, "a different id for each prompt", why="is given twice")
             by_id[prompt.prompt_id] = prompt
-        self._asked += 1
+        self._requested += 1
         life = f"-{self.incarnation}" if self.incarnation else ""
-        stream = EvaluationStream(f"e{self._asked}{life}", name, by_id)
+        stream = EvaluationStream(f"e{self._requested}{life}", name, by_id)
         left_bytes = PROMPT_BYTES_MAX - sum(each.prompt_bytes for each in self.running.values())
         if stream.prompt_bytes > left_bytes:
             raise LimitExceeded("prompts: bytes in memory", stream.prompt_bytes, f"at most {left_bytes} now")
@@ -107,7 +107,7 @@ class Evaluations:
         prompt = stream.todo.pop(command.prompt_id)
         row_of = self._core.state.evaluations.row_of
         rows = {request_id: row_of[request_id] for request_id in command.request_ids}
-        stream.entries[command.group_id] = self._buffer.begin(
+        stream.responses[command.group_id] = self._buffer.begin(
             command.group_id, prompt, command.version, rows, self._core.now()
         )
         if not prompt.token_ids:
@@ -116,41 +116,40 @@ class Evaluations:
 
     def members(self, group_id: str) -> tuple[ResponseState, ...]:
         """The responses of a running group, in order of its samples; empty if there is no such group."""
-        found = (stream.entries[group_id] for stream in self.running.values() if group_id in stream.entries)
+        found = (stream.responses[group_id] for stream in self.running.values() if group_id in stream.responses)
         return next(found, ())
 
     def replace(self, before: ResponseState, after: ResponseState) -> None:
         """Puts a session into the place of another one of its group."""
         for stream in self.running.values():
-            if before.group_id in stream.entries:
-                members = stream.entries[before.group_id]
-                stream.entries[before.group_id] = tuple(after if each is before else each for each in members)
+            if before.group_id in stream.responses:
+                members = stream.responses[before.group_id]
+                stream.responses[before.group_id] = tuple(after if each is before else each for each in members)
 
     def _end_group(self, command: do.EndEvaluationGroup) -> None:
         stream = self.running[command.evaluation_id]
-        entries = stream.entries.pop(command.group_id)
-        self._forget(entries)
+        responses = stream.responses.pop(command.group_id)
+        self._forget(responses)
         if command.reason:
-            stream.put((entries[0].prompt.prompt_id, command.reason))
+            stream.put((responses[0].prompt.prompt_id, command.reason))
         else:
-            stream.put(self._buffer.group_of(entries, entries[0].version))
+            stream.put(self._buffer.group_of(responses, responses[0].version))
         if stream.unread_bytes > UNREAD_BYTES_MAX:
             self.end_soon(command.evaluation_id, UNREAD)
 
     def _end(self, command: do.EndEvaluation) -> None:
         stream = self.running.pop(command.evaluation_id)
-        for entries in stream.entries.values():
-            self._forget(entries)
+        for responses in stream.responses.values():
+            self._forget(responses)
         stream.close(command.reason)
 
-    def _forget(self, entries: tuple[ResponseState, ...]) -> None:
-        self._buffer.end(entries)
-        for entry in entries if entries[0].is_session else ():
-            self._environments.over(entry.request_id)
+    def _forget(self, responses: tuple[ResponseState, ...]) -> None:
+        self._buffer.end(responses)
+        for response in responses if responses[0].is_session else ():
+            self._environments.over(response.request_id)
 
 
 def _bytes(result: TrajectoryGroup | Refused) -> int:
-    """Estimates the memory of a result that waits."""
     if not isinstance(result, TrajectoryGroup):
         return sum(map(len, result))
     return sum(

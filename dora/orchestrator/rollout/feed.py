@@ -56,12 +56,10 @@ class PromptFeed:
         self.closed = False  # accepts no further prompts: the service drains, or the prompts have ended
 
     def __len__(self) -> int:
-        """The number of queued prompts."""
         return self.ledger.queued
 
     @property
     def position(self) -> Position:
-        """The position of the source's next prompt."""
         return self._source.position(self.ledger.next_position) if self._source is not None else Position(0, 0)
 
     def submit(self, prompts: Sequence[Prompt]) -> int:

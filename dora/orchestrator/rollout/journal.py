@@ -25,7 +25,6 @@ class Journal:
 
     @property
     def appended(self) -> int:
-        """The number of log records so far."""
         return self.log.appended if self.log is not None else 0
 
     @property
@@ -44,7 +43,6 @@ class Journal:
             await self.log.flush()
 
     async def close(self) -> None:
-        """Writes the remaining log records if possible."""
         if self.log is not None:
             await self.log.close()
 
@@ -68,20 +66,19 @@ class Journal:
             self._trainer = stands
 
     def report(self, accepted: Accepted) -> None:
-        """Writes the new tokens and ends of a report."""
         if self.writes and (record := accepted.record()) is not None:
             self.note(record)
 
-    def session(self, entry: ResponseState, record: records.Tokens) -> None:
+    def session(self, response: ResponseState, record: records.Tokens) -> None:
         """Writes a change of a session that no worker has reported. Evaluations do not outlive the service."""
-        if not entry.is_evaluation:
+        if not response.is_evaluation:
             self.note(record)
 
-    def verdict(self, entry: ResponseState, at: float) -> None:
-        reward = entry.reward
-        if self.writes and reward is not None and entry.number >= 0:
+    def verdict(self, response: ResponseState, at: float) -> None:
+        reward = response.reward
+        if self.writes and reward is not None and response.number >= 0:
             components = {name: float(value) for name, value in reward.components.items()}
             turns = dict(reward.turns)
             self.note(
-                records.Verdict(entry.number, at, float(reward.value), reward.valid, reward.log, components, turns)
+                records.Verdict(response.number, at, float(reward.value), reward.valid, reward.log, components, turns)
             )

@@ -56,17 +56,17 @@ def worker_message(
             wire = convert.canary_to_wire(canary) if canary else pb.Canary()
             message.load_version.CopyFrom(pb.LoadVersion(version=version, name=store.name(version), canary=wire))
         case do.StartRequest(request_id=request_id, arrival=arrival):
-            entry = buffer.arrives(request_id, command.worker_id, arrival)
-            message.start_request.CopyFrom(convert.request_to_wire(entry.spec()))
-            message.start_request.row = entry.row
+            response = buffer.arrives(request_id, command.worker_id, arrival)
+            message.start_request.CopyFrom(convert.request_to_wire(response.spec()))
+            message.start_request.row = response.row
         case do.ExtendRequest(request_id=request_id):
-            entry = buffer[request_id]
-            run = entry.given[-1]
-            extend = pb.ExtendRequest(request_id=request_id, row=entry.row)
-            extend.sampling.CopyFrom(convert.sampling_to_wire(entry.turn_sampling()))
-            extend.given_token_ids = entry.held()["token_id"][run.held_at : run.held_end].tobytes()
+            response = buffer[request_id]
+            run = response.inputs[-1]
+            extend = pb.ExtendRequest(request_id=request_id, row=response.row)
+            extend.sampling.CopyFrom(convert.sampling_to_wire(response.turn_sampling()))
+            extend.given_token_ids = response.buffered()["token_id"][run.buffer_begin : run.buffer_end].tobytes()
             extend.first_token, extend.prompt_logprobs = run.first_token, run.prompt_logprobs
-            extend.dropped_tokens = entry.path_tokens(len(entry.given) - 1) - run.first_token
+            extend.dropped_tokens = response.path_tokens(len(response.inputs) - 1) - run.first_token
             message.extend_request.CopyFrom(extend)
         case do.RemoveRequest(request_id=request_id):
             message.remove_request.request_id = request_id
@@ -82,8 +82,8 @@ def worker_message(
             peer = pb.KvPeer() if target is None else _peer(target)
             message.copy_out.CopyFrom(pb.CopyOut(request_id=request_id, target=peer))
         case do.CopyIn(request_id=request_id, version=version, locator=locator):
-            entry = buffer.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
-            copy_in = pb.CopyIn(request_id=request_id, version=version, locator=locator, row=entry.row)
+            response = buffer.arrives(request_id, command.worker_id, "parked" if was_parked else "migrated")
+            copy_in = pb.CopyIn(request_id=request_id, version=version, locator=locator, row=response.row)
             message.copy_in.CopyFrom(copy_in)
         case do.Thaw(request_id=request_id):
             message.thaw.request_id = request_id

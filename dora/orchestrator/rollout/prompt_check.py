@@ -98,7 +98,6 @@ class PromptCheck:
         return replace(prompt, token_ids=token_ids, group_size=group_size, group_size_min=at_once, sampling=overrides)
 
     def _tokens(self, message: pb.Prompt, position: str) -> tuple[str, tuple[int, ...]]:
-        """The text and token ids of a message: given, or made from its text or chat."""
         forms = [name for name in ("token_ids", "messages_json") if getattr(message, name)]
         if len(forms) == 2:
             raise InvalidValue(

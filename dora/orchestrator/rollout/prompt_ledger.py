@@ -42,7 +42,7 @@ _NEXT: Final = {  # every other pair is illegal
 
 
 @dataclass(slots=True)
-class _Held:
+class _KnownPrompt:
     """A prompt that is not DONE. ``position``: in the source; SUBMITTED: it has an ``arrival`` instead."""
 
     prompt: Prompt
@@ -77,7 +77,7 @@ class PromptLedger:
         """``queued_most``: prompts that the queue has room for."""
         self._journal = journal
         self._queued_most = queued_most
-        self._held: dict[str, _Held] = {}  # by prompt id
+        self._known: dict[str, _KnownPrompt] = {}  # by prompt id
         self._heap: list[tuple[int, int, str]] = []  # -priority, arrival, id; stale if no such prompt is queued
         self._arrivals = 0  # submitted prompts so far
         self.queued = 0  # prompts
@@ -89,16 +89,16 @@ class PromptLedger:
         self.queued_cancelled = 0  # prompts cancelled while queued
 
     def state(self, prompt_id: str) -> PromptState:
-        held = self._held.get(prompt_id)
-        return PromptState.DONE if held is None else held.state
+        known = self._known.get(prompt_id)
+        return PromptState.DONE if known is None else known.state
 
     def prompt(self, prompt_id: str) -> Prompt:
         """Returns a prompt that is not DONE."""
-        return self._held[prompt_id].prompt
+        return self._known[prompt_id].prompt
 
     def check_free(self, prompt_id: str) -> None:
         """Raises Conflict unless the id may be given to another prompt."""
-        if prompt_id in self._held:
+        if prompt_id in self._known:
             raise _in_use(prompt_id)
 
     def check_room(self, count: int) -> None:
@@ -139,14 +139,13 @@ class PromptLedger:
         return self._queued_most - self.queued
 
     def draw(self, count: int) -> list[Prompt]:
-        """Draws up to ``count`` prompts from the queue."""
         drawn: list[Prompt] = []
         while self.queued and len(drawn) < count:
             _, arrival, name = heappop(self._heap)
-            held = self._held.get(name)
-            if held is not None and held.state is PromptState.QUEUED and held.arrival == arrival:
+            known = self._known.get(name)
+            if known is not None and known.state is PromptState.QUEUED and known.arrival == arrival:
                 self._dequeue(name, "draw")
-                drawn.append(held.prompt)
+                drawn.append(known.prompt)
         return drawn
 
     def draw_one(self, prompt_id: str) -> Prompt:
@@ -165,12 +164,11 @@ class PromptLedger:
         return True
 
     def _thin_out(self) -> None:
-        """Drops the stale cells of the heap once there are many."""
         if len(self._heap) > 2 * self.queued + 64:  # stale cells must not pile up
             self._heap = [
-                (-held.prompt.priority, held.arrival, name)
-                for name, held in self._held.items()
-                if held.state is PromptState.QUEUED
+                (-known.prompt.priority, known.arrival, name)
+                for name, known in self._known.items()
+                if known.state is PromptState.QUEUED
             ]
             heapify(self._heap)
 
@@ -187,11 +185,11 @@ class PromptLedger:
         self.queued += 1
         self.queued_bytes += memory_bytes(prompt)
 
-    def _dequeue(self, prompt_id: str, action: str) -> _Held:
-        held = self._move(prompt_id, action)
+    def _dequeue(self, prompt_id: str, action: str) -> _KnownPrompt:
+        known = self._move(prompt_id, action)
         self.queued -= 1
-        self.queued_bytes -= memory_bytes(held.prompt)
-        return held
+        self.queued_bytes -= memory_bytes(known.prompt)
+        return known
 
     # --------------------------------------------------------------------------------------------------------- source
 
@@ -215,12 +213,12 @@ class PromptLedger:
     def drawn(self, prompt_id: str) -> Prompt:
         """A prompt that is about to be admitted. Raises IllegalTransition if it is not DRAWN."""
         self._next(prompt_id, "admit")
-        return self._held[prompt_id].prompt
+        return self._known[prompt_id].prompt
 
-    def admit(self, entries: Sequence[ResponseState], deadline: int) -> None:
-        """``entries``: the responses of the prompt's group, in the order of their samples."""
-        first = entries[0]
-        held = self._move(first.prompt.prompt_id, "admit")
+    def admit(self, responses: Sequence[ResponseState], deadline: int) -> None:
+        """``responses``: the responses of the prompt's group, in the order of their samples."""
+        first = responses[0]
+        known = self._move(first.prompt.prompt_id, "admit")
         if self._journal.writes:
             self._journal.note(
                 records.Admitted(
@@ -231,9 +229,9 @@ class PromptLedger:
                     deadline,
                     first.window_versions,
                     first.started_at,
-                    [entry.row for entry in entries],
-                    held.position,
-                    held.arrival,
+                    [response.row for response in responses],
+                    known.position,
+                    known.arrival,
                 )
             )
 
@@ -245,9 +243,9 @@ class PromptLedger:
         """The prompt's group was trained on."""
         self._move(prompt_id, "finish")
 
-    def cancel_group(self, entries: Sequence[ResponseState], line: str, *, on_request: bool) -> None:
+    def cancel_group(self, responses: Sequence[ResponseState], line: str, *, on_request: bool) -> None:
         """The prompt's group was cancelled. ``line``: of the run's record, as JSON. ``on_request``: by a user."""
-        first = entries[0]
+        first = responses[0]
         self._move(first.prompt.prompt_id, "cancel group")
         names = [first.group_id, first.prompt.prompt_id] if on_request else [first.group_id]
         self._journal.note(records.Dropped(first.number, names, line))
@@ -273,7 +271,7 @@ class PromptLedger:
         """Continues as the journal has it. ``admitted``: each prompt with its position and its arrival; ``queued``:
         each with its arrival; ``passed``: positions behind ``next_position`` that are not drawn again."""
         for prompt, position, arrival in admitted:
-            self._held[prompt.prompt_id] = _Held(prompt, PromptState.ADMITTED, position, arrival)
+            self._known[prompt.prompt_id] = _KnownPrompt(prompt, PromptState.ADMITTED, position, arrival)
         for arrival, prompt in queued:
             self._enqueue(prompt, arrival)
         self._remember_cancelled(cancelled)
@@ -283,7 +281,6 @@ class PromptLedger:
     # ----------------------------------------------------------------------------------------------------------- parts
 
     def _next(self, prompt_id: str, action: str) -> PromptState:
-        """The prompt's state after ``action``. Raises IllegalTransition."""
         state = self.state(prompt_id)
         if (state, action) not in _NEXT:
             raise IllegalTransition(f"prompt {prompt_id}: {action} in state {state.name}")
@@ -291,20 +288,20 @@ class PromptLedger:
 
     def _add(self, prompt: Prompt, action: str, position: int, arrival: int) -> None:
         after = self._next(prompt.prompt_id, action)
-        self._held[prompt.prompt_id] = _Held(prompt, after, position, arrival)
+        self._known[prompt.prompt_id] = _KnownPrompt(prompt, after, position, arrival)
 
-    def _move(self, prompt_id: str, action: str) -> _Held:
+    def _move(self, prompt_id: str, action: str) -> _KnownPrompt:
         after = self._next(prompt_id, action)
-        held = self._held[prompt_id]
-        held.state = after
+        known = self._known[prompt_id]
+        known.state = after
         if after is PromptState.DONE:
-            del self._held[prompt_id]
-        return held
+            del self._known[prompt_id]
+        return known
 
-    def _withdraw(self, prompts: Sequence[_Held], cancelled: Sequence[str]) -> None:
+    def _withdraw(self, prompts: Sequence[_KnownPrompt], cancelled: Sequence[str]) -> None:
         """These prompts get no group, and a restart does not draw them again."""
-        arrivals = [held.arrival for held in prompts if held.position == SUBMITTED]
-        positions = [held.position for held in prompts if held.position != SUBMITTED]
+        arrivals = [known.arrival for known in prompts if known.position == SUBMITTED]
+        positions = [known.position for known in prompts if known.position != SUBMITTED]
         self._journal.note(records.PromptsWithdrawn(arrivals, positions, list(cancelled)))
         self._remember_cancelled(cancelled)
 

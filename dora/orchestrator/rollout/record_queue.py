@@ -100,7 +100,6 @@ class RecordQueue:
             self._queue(functools.partial(self._recorder.drop_version, version))
 
     async def written(self) -> None:
-        """Waits for all requested writes."""
         if self._writing is not None:
             await self._writing
 
@@ -145,7 +144,6 @@ class RecordQueue:
                     write.done.set_result(None)
 
     async def _settled(self, appended: int) -> None:
-        """Waits until so many log records are durable, or the service ends."""
         if self._journal.durable >= appended:
             return
         waits = [asyncio.ensure_future(self._journal.settled(appended)), asyncio.ensure_future(self._ends.wait())]

@@ -23,7 +23,7 @@ from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import HostVersions
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.streams import PoolSession, Session, WorkerSession
+from dora.orchestrator.rollout.streams import MemberSession, PoolSession, WorkerSession
 from dora.orchestrator.rollout.telemetry import Telemetry, age_of
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
@@ -197,8 +197,7 @@ class WorkerReports:
         """The model's vocabulary size; the engine's if the model's config has none."""
         return self._store.reference.vocab_size or session.capability.vocab_size
 
-    def _note_copy(self, session: Session, outcome: pb.WorkerOutcome) -> None:
-        """Logs failures of a copy, and counts its bytes."""
+    def _note_copy(self, session: MemberSession, outcome: pb.WorkerOutcome) -> None:
         for reason in outcome.kv_fallbacks:
             log.warning(
                 "%s: a KV transport failed: %s", session.worker_id, reason, extra=about(worker=session.worker_id)
@@ -240,7 +239,6 @@ class WorkerReports:
 
 
 def _named(command: do.WorkerCommand | None) -> str:
-    """A command's name and subject for the log."""
     match command:
         case None:
             return "a command of an ended epoch"
@@ -250,8 +248,7 @@ def _named(command: do.WorkerCommand | None) -> str:
             return f"{type(command).__name__} {getattr(command, 'request_id', '')}"
 
 
-def _about(session: Session, command: do.WorkerCommand | None) -> dict[str, Any]:
-    """The fields of a log line on a command's outcome."""
+def _about(session: MemberSession, command: do.WorkerCommand | None) -> dict[str, Any]:
     named = {"request": "request_id", "version": "version"}
     return about(
         worker=session.worker_id,

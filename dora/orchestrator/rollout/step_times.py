@@ -77,10 +77,10 @@ class StepTimes:
             self._parts[part] += max(0.0, now_s - self._since_s)
         self._since_s = now_s
 
-    def _deliver(self, entries: Sequence[ResponseState], groups_per_step: int, now_s: float, at: float) -> None:
+    def _deliver(self, responses: Sequence[ResponseState], groups_per_step: int, now_s: float, at: float) -> None:
         since_s = now_s if self._since_s is None else self._since_s
-        if entries and now_s > since_s:
-            last = max(entries, key=lambda entry: entry.finished_at)
+        if responses and now_s > since_s:
+            last = max(responses, key=lambda response: response.finished_at)
             for part, time_s in divided(spans_of(last, at), at - (now_s - since_s), at).items():
                 self._parts[self._sampling(groups_per_step) if part == "sampling" else part] += time_s
         self._since_s = now_s
@@ -92,27 +92,27 @@ class StepTimes:
         return "tail" if self._delivered >= groups_per_step - max(1, groups_per_step // TAIL_SHARE) else "sampling"
 
 
-def spans_of(entry: ResponseState, now: float) -> Iterator[Span]:
+def spans_of(response: ResponseState, now: float) -> Iterator[Span]:
     """Yields what a finished response did, in wall-clock time; of two at one moment, the later one holds."""
-    starts = entry.segment_starts
-    yield "admission", 0.0, entry.started_at
-    yield "sampling", entry.started_at, entry.finished_at
-    if starts and starts[0].at and not entry.is_session:
-        yield "queue", entry.started_at, starts[0].at
-    if entry.is_session:
-        begins = entry.turn_begins or {}
-        yield from (("queue", run.at, begins[turn]) for turn, run in enumerate(entry.given, 1) if turn in begins)
+    starts = response.segment_starts
+    yield "admission", 0.0, response.started_at
+    yield "sampling", response.started_at, response.finished_at
+    if starts and starts[0].at and not response.is_session:
+        yield "queue", response.started_at, starts[0].at
+    if response.is_session:
+        begins = response.turn_begins or {}
+        yield from (("queue", run.at, begins[turn]) for turn, run in enumerate(response.inputs, 1) if turn in begins)
         if 0 in begins:
-            yield "queue", entry.started_at, begins[0]
+            yield "queue", response.started_at, begins[0]
     yield from (("moves", start.left_at, start.at) for start in starts[1:] if start.left_at)
-    if not entry.is_session:
-        yield "rewards", entry.finished_at, now
+    if not response.is_session:
+        yield "rewards", response.finished_at, now
         return
-    ends = entry.turn_ends or {}
-    if entry.given and not entry.prompt.token_ids:
-        yield "tools", entry.started_at, entry.given[0].at
-    yield from (("tools", ends[turn], run.at) for turn, run in enumerate(entry.given) if turn in ends)
-    yield "tools", ends.get(len(entry.given), entry.finished_at), now
+    ends = response.turn_ends or {}
+    if response.inputs and not response.prompt.token_ids:
+        yield "tools", response.started_at, response.inputs[0].at
+    yield from (("tools", ends[turn], run.at) for turn, run in enumerate(response.inputs) if turn in ends)
+    yield "tools", ends.get(len(response.inputs), response.finished_at), now
 
 
 def divided(spans: Iterable[Span], begin: float, end: float) -> Mapping[str, float]:

@@ -23,7 +23,7 @@ REPORTS_PER_S = 250  # target for all workers together, without reports of ends:
 PERIOD_MOST_MS = 1000
 
 
-class Session:
+class MemberSession:
     """One epoch of one worker, or of one pool."""
 
     def __init__(self, worker_id: str, epoch: int, pid: int, host: str, kv: KvEndpoint) -> None:
@@ -78,7 +78,6 @@ class Session:
 
 
 def _together(starting: list[pb.WorkerCommand]) -> pb.WorkerCommand:
-    """Joins orders to start requests into one message."""
     if len(starting) == 1:
         return starting[0]
     for command in starting:
@@ -86,9 +85,7 @@ def _together(starting: list[pb.WorkerCommand]) -> pb.WorkerCommand:
     return pb.WorkerCommand(start_requests=pb.StartRequests(requests=[each.start_request for each in starting]))
 
 
-class WorkerSession(Session):
-    """One epoch of one worker."""
-
+class WorkerSession(MemberSession):
     def __init__(
         self, worker_id: str, epoch: int, pid: int, host: str, capability: EngineCapability, kv: KvEndpoint = NO_KV
     ) -> None:
@@ -106,7 +103,7 @@ class WorkerSession(Session):
         self.rate = Rate()
 
 
-class PoolSession(Session):
+class PoolSession(MemberSession):
     """One epoch of one pool. The core learns of it once its size, ``kv_tokens``, is known from the workers."""
 
     def __init__(
@@ -158,13 +155,11 @@ class KvTier(Protocol):
 
 
 class WorkerProcesses(Protocol):
-    """The launcher of the workers."""
-
     def kill(self, worker_id: str) -> None: ...
     def release(self, worker_id: str) -> None: ...
 
 
-class Sessions:
+class MemberSessions:
     """The connected workers and pools. ``lost`` receives each ended epoch of a worker or pool, with the
     reason.
 
@@ -172,7 +167,10 @@ class Sessions:
     """
 
     def __init__(
-        self, lost: Callable[[Session, str], None], processes: WorkerProcesses | None = None, report_period_ms: int = 50
+        self,
+        lost: Callable[[MemberSession, str], None],
+        processes: WorkerProcesses | None = None,
+        report_period_ms: int = 50,
     ) -> None:
         self.workers: dict[str, WorkerSession] = {}
         self.pools: dict[str, PoolSession] = {}
@@ -218,7 +216,6 @@ class Sessions:
             session.send(pb.WorkerCommand(pace=pb.Pace(report_period_ms=period_ms)))
 
     def end(self, name: str) -> WorkerSession | PoolSession | None:
-        """The connected worker or pool with this id."""
         return self.workers.get(name) or self.pools.get(name)
 
     def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | PoolSession | None:
@@ -230,7 +227,7 @@ class Sessions:
         """KV bytes of one token, as workers report it; 0: unknown."""
         return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
 
-    def lose(self, session: Session, reason: str) -> None:
+    def lose(self, session: MemberSession, reason: str) -> None:
         """Ends the epoch at once; the stream of a hung worker might never end."""
         if self.end(session.worker_id) is not session:
             return
@@ -246,10 +243,9 @@ class Sessions:
         self._lost(session, reason)
 
     def keep_reason(self, worker_id: str, reason: str) -> None:
-        """Keeps the reason of a worker's loss for operators."""
         _keep(self.lost_reasons, worker_id, reason)
 
-    def replace(self, session: Session, reason: str) -> None:
+    def replace(self, session: MemberSession, reason: str) -> None:
         """Ends a silent or faulty worker or pool; its launcher starts it again."""
         if self.end(session.worker_id) is not session:
             return

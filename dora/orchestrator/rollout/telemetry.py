@@ -89,7 +89,7 @@ class Moved(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RecentMove:
     """One such handoff. ``number``: from 0; ``at``: wall-clock time."""
 
     number: int
@@ -109,7 +109,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._histograms = {each.name: each.histogram(self.registry) for each in DISTRIBUTIONS}
         self.moves: Counter[Moved] = Counter()
-        self.latest_moves: deque[Move] = deque(maxlen=MOVES_KEPT)
+        self.latest_moves: deque[RecentMove] = deque(maxlen=MOVES_KEPT)
         self.tokens_by_age: Counter[str] = Counter()
         self.tokens_delivered = 0
         self.tokens_reprefilled = 0
@@ -153,7 +153,7 @@ class Telemetry:
 
     def comes(self, event: on.Event, state: State, now_s: float) -> None:
         """Enters what an event tells beside the core's state, which has not handled it yet."""
-        if isinstance(event, on.TurnAsked | on.SessionEnded):
+        if isinstance(event, on.TurnRequested | on.SessionEnded):
             row = state.request_row.get(event.request_id)
             if row is not None and state.requests["status"][row] == IDLE:
                 self.observe(of.TOOL, now_s - float(state.requests["idle_s"][row]))
@@ -184,7 +184,9 @@ class Telemetry:
         moved = Moved(handoff.kind.name.lower(), handoff.reason, result)
         number = self.latest_moves[-1].number + 1 if self.latest_moves else 0
         self.moves[moved] += 1
-        self.latest_moves.append(Move(number, time.time(), handoff.request_id, handoff.source, handoff.target, *moved))
+        self.latest_moves.append(
+            RecentMove(number, time.time(), handoff.request_id, handoff.source, handoff.target, *moved)
+        )
 
     def tier(self, before: TierLoad, now: TierLoad) -> None:
         """Counts a worker's use of the shared tier between two reports."""
@@ -246,7 +248,6 @@ class Telemetry:
                 self.observe(distribution, time_s)
 
     def _forget_metrics(self) -> None:
-        """Removes metrics of the oldest steps beyond the limit."""
         kept = 0
         for position in range(len(self.steps) - 1, -1, -1):
             step = self.steps[position]

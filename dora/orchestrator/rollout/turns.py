@@ -9,7 +9,7 @@ from typing import Final, Self
 TURN_S: Final = 0.005  # longest turn of the loop; started work is finished
 
 
-class Turns:
+class MessageTurns:
     """``async with turns:`` around the handling of one message. First come, first served."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from dora.config import RolloutConfig
 from dora.core import commands as do
 from dora.journal import records
-from dora.journal.versions import KeptVersions
-from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.journal.versions import PersistedVersions
+from dora.orchestrator.recording.storage import PERSISTED, RUN_FOLDER, Storage
 from dora.orchestrator.rollout.core import Core, Handlers
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import HostVersions
@@ -21,7 +21,7 @@ class Versions:
 
     _core: Core
     _store: WeightStore
-    kept: KeptVersions | None
+    kept: PersistedVersions | None
     _storage: Storage
     _journal: Journal
     _hosts: HostVersions
@@ -56,5 +56,5 @@ class Versions:
         if self.kept is None or version == self._rollout.reference_version:
             return
         await self._journal.settled()
-        with self._storage.tidying(KEPT):
+        with self._storage.tidying(PERSISTED):
             await asyncio.to_thread(self.kept.drop, version)

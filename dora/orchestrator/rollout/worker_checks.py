@@ -12,7 +12,7 @@ import numpy as np
 
 from dora.config import Config
 from dora.data.engine_times import BY_NAME, ENDS
-from dora.data.given_digest import DIGEST_BYTES
+from dora.data.input_digest import DIGEST_BYTES
 from dora.data.limits import COUNT_MAX, KV_TOKENS_MAX, TOKENS_MAX
 from dora.data.token_spans import TokenColumns
 from dora.data.types import EngineCapability, PoolCapability
@@ -62,7 +62,6 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
 
 
 def checked_pool_hello(hello: pb.PoolHello) -> PoolCapability:
-    """Returns the pool's capacity."""
     if not WORKER_ID.fullmatch(hello.pool_id):
         raise InvalidValue("pool_id", hello.pool_id, "1 to 64 letters, digits, '.', '_' or '-'")
     for name in ("host", "kv_address"):
@@ -92,7 +91,6 @@ def _check_held(held: Sequence[pb.HeldRequest], tokens_most: int) -> None:
 
 
 def checked_pool_report(report: pb.PoolReport) -> None:
-    """Checks a pool's contents and drops."""
     for name in ("memory_bytes", "spill_bytes", "pinned_bytes", "spilled"):
         if getattr(report, name) > _TOTAL_MAX:
             raise InvalidValue(name, getattr(report, name), f"at most {_TOTAL_MAX}")
@@ -166,7 +164,6 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
 
 
 def checked_outcome(outcome: pb.WorkerOutcome) -> None:
-    """Checks an outcome's general fields."""
     if outcome.error_kind not in ERROR_KINDS:
         raise InvalidValue("error_kind", outcome.error_kind, f"one of {', '.join(filter(None, ERROR_KINDS))}")
     if not outcome.canary_difference >= 0.0:  # a comparison with NaN is false

@@ -6,12 +6,12 @@ from typing import Final, get_args
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Kind
+from dora.core.handoff.table import HandoffKind
 from dora.errors import NotFound
 from dora.orchestrator.rollout.core import Core, Handlers
 from dora.orchestrator.rollout.orders import HostVersions, worker_message
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.streams import MemberSessions
 from dora.rpc import dora_pb2 as pb
 from dora.system.log_lines import about
 
@@ -26,7 +26,7 @@ class Workers:
 
     _core: Core
     _buffer: ResponseBuffer
-    _sessions: Sessions
+    _sessions: MemberSessions
     _hosts: HostVersions
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Workers:
         if handoff is None:
             return worker_message(command, self._buffer, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
-        was_parked, has_pool = handoff.kind is Kind.RESUME, bool(self._sessions.pools)
+        was_parked, has_pool = handoff.kind is HandoffKind.RESUME, bool(self._sessions.pools)
         return worker_message(command, self._buffer, self._hosts, source, target, was_parked, has_pool)
 
     def _evict(self, command: do.EvictWorker) -> None:

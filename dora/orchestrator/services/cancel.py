@@ -28,12 +28,11 @@ def cancelled(
     if not reason.isprintable() or len(reason) > REASON_CHARACTERS_MAX:
         raise InvalidValue("reason", reason, f"printable, of at most {REASON_CHARACTERS_MAX} characters")
     why = f"{ON_REQUEST}: {reason}" if reason else ON_REQUEST
-    group_of = {entries[0].prompt.prompt_id: group_id for group_id, entries in buffer.groups()}
+    group_of = {responses[0].prompt.prompt_id: group_id for group_id, responses in buffer.groups()}
     return [_cancelled(core, ledger, name, group_of.get(name, name), why) for name in ids]
 
 
 def _cancelled(core: Core, ledger: PromptLedger, name: str, group_id: str, reason: str) -> pb.CancelOutcome:
-    """``group_id``: of the prompt's group if it has one, else the name itself."""
     state = core.state
     if ledger.cancel(name):
         return pb.CancelOutcome(id=name, state="dequeued")

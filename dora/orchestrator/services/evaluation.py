@@ -79,7 +79,7 @@ class Evaluating:
         """Begins an evaluation of checked prompts. Raises InvalidValue, Conflict, NotFound or LimitExceeded."""
         stream = self._evaluations.prepared(name, prompts)
         offered = tuple(replace(offer(self._buffer, each), priority=0, group_size_min=0) for each in prompts)
-        asked = on.EvaluationAsked(stream.evaluation_id, offered, version, share)
+        asked = on.EvaluationRequested(stream.evaluation_id, offered, version, share)
         self._core.post(asked, lambda: self._evaluations.open(stream))
         return stream
 
@@ -96,13 +96,13 @@ class Evaluating:
                     name=stream.name,
                     version=evaluation.version,
                     share=evaluation.share,
-                    prompts=evaluation.asked,
+                    prompts=evaluation.requested,
                     prompts_done=evaluation.done + evaluation.refused,
                     running=sum(bool(each.worker_id) for each in mine),
                     waiting=len(evaluation.waiting),
                     idle=len(evaluation.idle),
                     preempted=evaluation.preempted,
-                    asked_at=stream.asked_at,
+                    asked_at=stream.requested_at,
                 )
             )
         return found

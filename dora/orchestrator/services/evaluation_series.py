@@ -150,15 +150,15 @@ class OwnEvaluations:
                 shutil.rmtree(prepared, ignore_errors=True)
 
     def _ended(self, version: int, begun_at: float, groups: list[list[Response]], refused: int, reason: str) -> None:
-        asked, score = len(self._prompts), score_of_responses(groups)
-        missing = asked - len(groups) - refused
-        evaluated = Evaluated(version, asked, missing, refused, reason, begun_at, time.time(), score)
+        requested, score = len(self._prompts), score_of_responses(groups)
+        missing = requested - len(groups) - refused
+        evaluated = Evaluated(version, requested, missing, refused, reason, begun_at, time.time(), score)
         self._telemetry.evaluated.append(evaluated)
         self._recorder.evaluated(evaluated)
         if missing or refused:
             log.warning(
                 "evaluation of version %d: %d of %d prompts are missing, %d refused (%s)",
-                *(version, missing, asked, refused, reason),
+                *(version, missing, requested, refused, reason),
             )
         if groups:
             log.info(

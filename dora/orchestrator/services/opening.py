@@ -70,7 +70,7 @@ class Opening:
             self._check_version(version)
         self._feed.queue([checked])
         if version is not None:  # nothing comes between
-            self._core.post(on.GroupAsked(offer(self._buffer, ledger.draw_one(prompt.prompt_id)), version))
+            self._core.post(on.GroupRequested(offer(self._buffer, ledger.draw_one(prompt.prompt_id)), version))
         return environment
 
     def _check_version(self, version: int) -> None:
@@ -115,7 +115,9 @@ class Opening:
 
     def _check_same(self, prompt_id: str, version: int | None) -> None:
         """Raises Conflict if a group was opened already and has another version."""
-        found = (entries[0].version for _, entries in self._buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
+        found = (
+            responses[0].version for _, responses in self._buffer.groups() if responses[0].prompt.prompt_id == prompt_id
+        )
         own = None if version is None else next(found, None)
         if own != version:
             first = "left out" if own is None else str(own)

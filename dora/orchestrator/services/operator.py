@@ -105,7 +105,7 @@ class OperatorService(stubs.OperatorServicer):
         return shown.trajectory(self._core.state, self._buffer, request)
 
     async def Migrate(self, request: pb.MigrateRequest, context: ServicerContext) -> pb.OperatorReply:
-        self._core.post(on.MigrateAsked(request.trajectory_id, request.target_worker))
+        self._core.post(on.MigrationRequested(request.trajectory_id, request.target_worker))
         return pb.OperatorReply(message=f"{request.trajectory_id} moves to {request.target_worker}", moves=1)
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.OperatorReply:
@@ -130,7 +130,7 @@ class OperatorService(stubs.OperatorServicer):
 
     async def Rebalance(self, request: pb.RebalanceRequest, context: ServicerContext) -> pb.OperatorReply:
         with self._changing() as reply:
-            self._core.post(on.RebalanceAsked())
+            self._core.post(on.RebalanceRequested())
             reply.message = "a re-balancing cycle was run"
         return reply
 

@@ -18,7 +18,7 @@ from dora.config import Config
 from dora.data.run_record import CommittedStep
 from dora.errors import InvalidValue, LimitExceeded, is_full
 from dora.orchestrator.hosts.hosts import Hosts
-from dora.orchestrator.recording.storage import KEPT, RUN_FOLDER, Storage
+from dora.orchestrator.recording.storage import PERSISTED, RUN_FOLDER, Storage
 from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.versions import Versions
@@ -138,10 +138,10 @@ class Publishing:
         try:
             await asyncio.to_thread(self._versions.kept.keep, version, folder)
         except OSError as error:
-            self._storage.failed(KEPT, error, _bytes_of(folder) if is_full(error) else 0)
+            self._storage.failed(PERSISTED, error, _bytes_of(folder) if is_full(error) else 0)
             why = f"the write failed: the service's state folder cannot be written ({error.strerror})"
-            raise ServiceUnavailable(f"{why}; the call may be repeated", KEPT, error.strerror) from error
-        self._storage.works(KEPT)
+            raise ServiceUnavailable(f"{why}; the call may be repeated", PERSISTED, error.strerror) from error
+        self._storage.works(PERSISTED)
 
     async def withdraw(self, version: int) -> None:
         """Removes a stored and recorded version that was not committed: the next commit may bring others."""

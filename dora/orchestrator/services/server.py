@@ -21,7 +21,7 @@ from dora.orchestrator.services.worker import WorkerService
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.channel import connections_most, server_options
 from dora.rpc.interceptor import server_interceptors
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.rpc.room import Room
 from dora.rpc.secure import server_credentials
 from dora.system.process_tree import listener_of
@@ -43,7 +43,7 @@ class Services:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, services: Services, incarnation: Incarnation, tokens: Tokens, audit: Audit | None = None
+    config: Config, services: Services, incarnation: Incarnation, tokens: ServiceTokens, audit: Audit | None = None
 ) -> AsyncIterator[str]:
     """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``audit``: where acts are
     noted; None: nowhere.

@@ -68,29 +68,28 @@ class SessionService(stubs.SessionsServicer):
         with environments.attending(environment) as attendee:
             while True:
                 request_id = await attendee.next()
-                entry = buffer.get(request_id)
-                turn = -1 if entry is None else len(entry.given)
+                response = buffer.get(request_id)
+                turn = -1 if response is None else len(response.inputs)
                 await self._journal.settled()  # a caller acts on no turn that a crash could undo
-                if entry is None or not environments.is_idle(entry) or len(entry.given) != turn:
+                if response is None or not environments.is_idle(response) or len(response.inputs) != turn:
                     continue
-                yield self._session_turn(entry)
+                yield self._session_turn(response)
 
     def _ended(self, prompt_id: str) -> list[pb.SessionTurn]:
-        """The sessions of an opened group that have ended."""
-        groups = (entries for _, entries in self._buffer.groups() if entries[0].prompt.prompt_id == prompt_id)
-        return [self._session_turn(each) for entries in groups for each in entries if each.is_closed]
+        groups = (responses for _, responses in self._buffer.groups() if responses[0].prompt.prompt_id == prompt_id)
+        return [self._session_turn(each) for responses in groups for each in responses if each.is_closed]
 
     async def FindSession(self, request: pb.FindSessionRequest, context: ServicerContext) -> pb.SessionTurn:
-        entry = self._session(request.session_id)
-        if not entry.prompt.environment.startswith(OPENED):
+        response = self._session(request.session_id)
+        if not response.prompt.environment.startswith(OPENED):
             raise NotFound("session_id", request.session_id[:80], "that of a session that Open has opened")
-        with self._environments.reading(entry.request_id, whole_turns=True) as changed:
-            while not entry.is_closed and not self._environments.is_idle(entry):
+        with self._environments.reading(response.request_id, whole_turns=True) as changed:
+            while not response.is_closed and not self._environments.is_idle(response):
                 self._session(request.session_id)
                 changed.clear()
                 await changed.wait()
         await self._journal.settled()
-        return self._session_turn(entry)
+        return self._session_turn(response)
 
     async def Withdraw(self, request: pb.WithdrawRequest, context: ServicerContext) -> pb.WithdrawReply:
         self._opening.withdraw(request)
@@ -101,67 +100,74 @@ class SessionService(stubs.SessionsServicer):
         return self._opening.described()
 
     async def Turn(self, request: pb.TurnRequest, context: ServicerContext) -> AsyncIterator[pb.TurnTokens]:
-        entry, journal, buffer = self._session(request.session_id), self._journal, self._buffer
-        self._capabilities.check(entry.request_id, request.capability)
-        if request.turn > len(entry.given):
-            order = TurnOrder.parse(request, entry, self._limits)
-            self._core.post(order.event, lambda: journal.session(entry, buffer.give(order, time.time())))
+        response, journal, buffer = self._session(request.session_id), self._journal, self._buffer
+        self._capabilities.check(response.request_id, request.capability)
+        if request.turn > len(response.inputs):
+            order = TurnOrder.parse(request, response, self._limits)
+            self._core.post(order.event, lambda: journal.session(response, buffer.give(order, time.time())))
         elif request.turn:
-            check_repeated(entry, request, self._limits.resolved)
-        sent, turn, is_whole = entry.turn_begin(request.turn), request.turn, request.whole
+            check_repeated(response, request, self._limits.resolved)
+        sent, turn, is_whole = response.turn_begin(request.turn), request.turn, request.whole
         is_large = request.ByteSize() > SMALL_BYTES
         del request
         if is_large:  # few large messages are in memory at a time, each until its first reply
             yield pb.TurnTokens()
-        earlier = _earlier(entry, turn) if turn and entry.given[turn - 1].is_fork else b""
-        with self._environments.reading(entry.request_id, whole_turns=is_whole) as changed:
+        earlier = _earlier(response, turn) if turn and response.inputs[turn - 1].is_fork else b""
+        with self._environments.reading(response.request_id, whole_turns=is_whole) as changed:
             while True:
                 changed.clear()
-                has_ended, reached = turn < len(entry.given) or entry.finish_reason is not None, entry.turn_end(turn)
+                has_ended, reached = (
+                    turn < len(response.inputs) or response.finish_reason is not None,
+                    response.turn_end(turn),
+                )
                 if has_ended:
-                    piece = _tokens(entry, turn, sent, earlier)
+                    piece = _tokens(response, turn, sent, earlier)
                     await journal.settled()
                     yield piece
                     return
-                if buffer.get(entry.request_id) is not entry:
-                    raise NotFound("session_id", entry.request_id, "an open session", why="was cancelled or replaced")
+                if buffer.get(response.request_id) is not response:
+                    raise NotFound(
+                        "session_id", response.request_id, "an open session", why="was cancelled or replaced"
+                    )
                 if reached > sent and not is_whole:
-                    piece, sent, earlier = _tokens(entry, turn, sent, earlier), reached, b""
+                    piece, sent, earlier = _tokens(response, turn, sent, earlier), reached, b""
                     yield piece
                 await changed.wait()
 
     async def EndSession(self, request: pb.EndSessionRequest, context: ServicerContext) -> pb.EndSessionReply:
-        entry = self._session(request.session_id)
-        self._capabilities.check(entry.request_id, request.capability)
-        reward = _reward(request, len(entry.given))
-        if entry.is_closed:
-            if reward is not None and entry.reward != reward:
-                raise Conflict("session_id", entry.request_id, "an open session", why="has ended with another reward")
+        response = self._session(request.session_id)
+        self._capabilities.check(response.request_id, request.capability)
+        reward = _reward(request, len(response.inputs))
+        if response.is_closed:
+            if reward is not None and response.reward != reward:
+                raise Conflict(
+                    "session_id", response.request_id, "an open session", why="has ended with another reward"
+                )
         else:
 
             def rewarded() -> None:
-                entry.reward = reward
+                response.reward = reward
 
-            self._core.post(on.SessionEnded(entry.request_id), rewarded)
-            self._journal.verdict(entry, time.time())
+            self._core.post(on.SessionEnded(response.request_id), rewarded)
+            self._journal.verdict(response, time.time())
             self._telemetry.session_ended(is_cached=request.is_cached, is_warm=request.is_warm)
         await self._journal.settled()
         return pb.EndSessionReply()
 
     async def FailSession(self, request: pb.FailSessionRequest, context: ServicerContext) -> pb.FailSessionReply:
-        entry = self._session(request.session_id)
-        self._capabilities.check(entry.request_id, request.capability)
+        response = self._session(request.session_id)
+        self._capabilities.check(response.request_id, request.capability)
         check_line("reason", request.reason, REASON_MAX, least=1)
         fault = next((each for each in get_args(on.Fault) if each == (request.fault or "session")), None)
         if fault is None:
             raise InvalidValue("fault", request.fault[:80], ", ".join(get_args(on.Fault)))
         if fault != "session" and self._capabilities.needed():
             raise InvalidValue("fault", fault, "session: a caller of the role session answers for its own alone")
-        self._core.post(on.SessionFailed(entry.request_id, request.reason, fault))
+        self._core.post(on.SessionFailed(response.request_id, request.reason, fault))
         await self._journal.settled()
-        members = (self._evaluations if entry.is_evaluation else self._buffer).members(entry.group_id)
-        in_place = members[entry.sample_index] if members else entry
-        return pb.FailSessionReply(replacement_id="" if in_place is entry else in_place.request_id)
+        members = (self._evaluations if response.is_evaluation else self._buffer).members(response.group_id)
+        in_place = members[response.sample_index] if members else response
+        return pb.FailSessionReply(replacement_id="" if in_place is response else in_place.request_id)
 
     async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
         front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
@@ -173,60 +179,62 @@ class SessionService(stubs.SessionsServicer):
             yield pb.FrontNoted()
             await asyncio.Event().wait()  # until the front leaves
 
-    def _session_turn(self, entry: ResponseState) -> pb.SessionTurn:
-        return _session_turn(entry, self._capabilities.of(entry.request_id))
+    def _session_turn(self, response: ResponseState) -> pb.SessionTurn:
+        return _session_turn(response, self._capabilities.of(response.request_id))
 
     def _session(self, session_id: str) -> ResponseState:
-        entry = self._buffer.get(session_id)
-        if entry is None or not entry.is_session:
+        response = self._buffer.get(session_id)
+        if response is None or not response.is_session:
             raise NotFound("session_id", session_id[:80], "a session of a group that no step has trained on")
-        return entry
+        return response
 
 
-def _tokens(entry: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:
+def _tokens(response: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:
     """The sampled tokens of a turn, from this index among all tokens on (None: all), with its end if it has ended.
     ``earlier``: the response tokens before the turn, if the caller needs them.
     """
-    begin, end = entry.turn_begin(turn) if first is None else first, entry.turn_end(turn)
-    held = entry.held()[begin:end]
-    reason, stop = entry.end_of(turn)
+    begin, end = response.turn_begin(turn) if first is None else first, response.turn_end(turn)
+    rows = response.buffered()[begin:end]
+    reason, stop = response.end_of(turn)
     return pb.TurnTokens(
-        first_token=max(0, begin - shift_of(entry.given, turn)),
-        token_ids=held["token_id"].tobytes(),
-        logprobs=held["logprob"].astype(np.float32).tobytes(),
+        first_token=max(0, begin - shift_of(response.inputs, turn)),
+        token_ids=rows["token_id"].tobytes(),
+        logprobs=rows["logprob"].astype(np.float32).tobytes(),
         finish_reason=reason or "",
         stop=stop,
         earlier_token_ids=earlier,
-        prompt_logprobs=entry.prompt_logprobs if turn == len(entry.given) and begin == entry.turn_begin(turn) else b"",
+        prompt_logprobs=response.prompt_logprobs
+        if turn == len(response.inputs) and begin == response.turn_begin(turn)
+        else b"",
     )
 
 
-def _session_turn(entry: ResponseState, capability: bytes) -> pb.SessionTurn:
-    """A session as it stands."""
-    turn = len(entry.given)
-    tokens, begin = _tokens(entry, turn), _begin(entry, capability)
-    return pb.SessionTurn(session_id=entry.request_id, turn=turn, tokens=tokens, begin=begin, ended=entry.is_closed)
+def _session_turn(response: ResponseState, capability: bytes) -> pb.SessionTurn:
+    turn = len(response.inputs)
+    tokens, begin = _tokens(response, turn), _begin(response, capability)
+    return pb.SessionTurn(
+        session_id=response.request_id, turn=turn, tokens=tokens, begin=begin, ended=response.is_closed
+    )
 
 
-def _earlier(entry: ResponseState, turn: int) -> bytes:
-    """The response tokens on the path of a turn before its sampled ones."""
-    return entry.held()["token_id"][places(entry.given, turn, entry.turn_begin(turn))].tobytes()
+def _earlier(response: ResponseState, turn: int) -> bytes:
+    return response.buffered()["token_id"][places(response.inputs, turn, response.turn_begin(turn))].tobytes()
 
 
-def _begin(entry: ResponseState, capability: bytes) -> pb.SessionBegin:
+def _begin(response: ResponseState, capability: bytes) -> pb.SessionBegin:
     return pb.SessionBegin(
-        group_id=entry.group_id,
-        prompt_id=entry.prompt.prompt_id,
-        task_id=entry.prompt.task_id,
-        version=entry.version,
-        prompt_token_ids=np.asarray(entry.prompt_ids(), "<i4").tobytes(),
-        prompt_text=entry.prompt.text,
-        verifier_json=entry.prompt.verifier_json,
-        earlier_token_ids=_earlier(entry, len(entry.given)),
-        given_name=entry.given[-1].name if entry.given else "",
-        is_evaluation=entry.is_evaluation,
+        group_id=response.group_id,
+        prompt_id=response.prompt.prompt_id,
+        task_id=response.prompt.task_id,
+        version=response.version,
+        prompt_token_ids=np.asarray(response.prompt_ids(), "<i4").tobytes(),
+        prompt_text=response.prompt.text,
+        verifier_json=response.prompt.verifier_json,
+        earlier_token_ids=_earlier(response, len(response.inputs)),
+        given_name=response.inputs[-1].name if response.inputs else "",
+        is_evaluation=response.is_evaluation,
         capability=capability,
-        sampling_json=json.dumps(dict(entry.prompt.sampling)),
+        sampling_json=json.dumps(dict(response.prompt.sampling)),
     )
 
 

@@ -16,8 +16,8 @@ from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.feed import PromptFeed
-from dora.orchestrator.rollout.streams import DRAINED, KvTier, Sessions
-from dora.orchestrator.rollout.telemetry import Move, StepRecord, Telemetry
+from dora.orchestrator.rollout.streams import DRAINED, KvTier, MemberSessions
+from dora.orchestrator.rollout.telemetry import RecentMove, StepRecord, Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
 from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
@@ -40,7 +40,7 @@ class News:
         self._step = found[-1].step if found else self._step
         return found
 
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[RecentMove]:
         newest_first = takewhile(lambda each: each.number > self._move, reversed(self._telemetry.latest_moves))
         found = list(islice(newest_first, MOVES_TOLD))[::-1]
         self._move = found[-1].number if found else self._move
@@ -55,7 +55,7 @@ class ServiceStatus:
     _core: Core
     _feed: PromptFeed
     _hosts: Hosts
-    _sessions: Sessions
+    _sessions: MemberSessions
     _telemetry: Telemetry
     _storage: Storage
     _trainers: Trainers
@@ -252,7 +252,6 @@ def version_state(state: State, version: int) -> str:
 
 
 def _reason(state: State, version: int) -> str:
-    """The reason for which a version is suspect or rejected, with the workers that reported it."""
     if version in state.unavailable:
         return state.unavailable[version]
     if version in state.rejected:

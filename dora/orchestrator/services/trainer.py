@@ -205,7 +205,7 @@ class TrainerService(stubs.TrainerServicer):
         self._check_epoch(trainer_epoch)
         state, anew = self._core.state, self._last_republish
         expected = state.window.newest + 1
-        if version not in (expected, *state.asked, *(anew[:1] if anew is not None else ())):
+        if version not in (expected, *state.to_republish, *(anew[:1] if anew is not None else ())):
             raise Conflict("version", version, f"{expected}, which the open step's commit publishes", why="is not next")
 
     async def _commit(self, request: pb.CommitStepRequest) -> pb.CommitStepReply:
@@ -258,7 +258,7 @@ class TrainerService(stubs.TrainerServicer):
         """With the time that the run record has for the step: a start compares them."""
         machine = self._core.machine
         return records.Committed(
-            step.step, digest, step.committed_at, asdict(machine.counters), learning.learnt(machine.state)
+            step.step, digest, step.committed_at, asdict(machine.counters), learning.snapshot(machine.state)
         )
 
     async def _republish(self, request: pb.RepublishVersionRequest) -> pb.RepublishVersionReply:
@@ -292,7 +292,6 @@ class TrainerService(stubs.TrainerServicer):
         log.info("version %d is published again", version, extra=about(version=version))
 
     async def _committed(self) -> pb.CommitStepReply:
-        """Returns the reply once the commit is durable."""
         await self._journal.settled()
         state = self._core.state
         return pb.CommitStepReply(next_step=state.window.newest, groups_trained=state.counters.groups_trained)

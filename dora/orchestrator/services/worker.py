@@ -19,14 +19,14 @@ from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.reports import WorkerReports
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.streams import PoolSession, Sessions, WorkerSession
-from dora.orchestrator.rollout.turns import Turns
+from dora.orchestrator.rollout.streams import MemberSessions, PoolSession, WorkerSession
+from dora.orchestrator.rollout.turns import MessageTurns
 from dora.orchestrator.rollout.worker_checks import checked_hello, checked_pool_hello
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import PermissionDenied, ServicerContext
-from dora.rpc.roles import CALLER, SESSION, Tokens
+from dora.rpc.roles import CALLER, SESSION, ServiceTokens
 from dora.rpc.sealed import sealed
 from dora.system.log_lines import about
 from dora.weights.store import WeightStore
@@ -48,17 +48,17 @@ class WorkerService(stubs.WorkerServicer):
     _buffer: ResponseBuffer
     _journal: Journal
     _store: WeightStore
-    _sessions: Sessions
+    _sessions: MemberSessions
     _hosts: Hosts
     _reports: WorkerReports
     _incarnation: Incarnation
     _snapshot_folder: Path
-    _tokens: Tokens
+    _tokens: ServiceTokens
     _kv_secret: bytes = b""  # of the run, if an earlier incarnation made one; empty: a new one is made
 
     def __post_init__(self) -> None:
         self._kv = _kv_settings(self._config.kv, self._kv_secret or secrets.token_bytes(SECRET_BYTES))
-        self._turns = Turns()
+        self._turns = MessageTurns()
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: ServicerContext
@@ -126,7 +126,6 @@ class WorkerService(stubs.WorkerServicer):
         return on.PoolJoined(session.worker_id, session.epoch, session.kv_tokens, session.host, dict(session.held))
 
     def _goes_on(self, session: WorkerSession | PoolSession) -> list[pb.GoesOn]:
-        """The requests that the worker held and the core gave back to it."""
         state = self._core.state
         worker = state.workers.get(session.worker_id)
         if worker is None or worker.epoch != session.epoch:
@@ -136,9 +135,10 @@ class WorkerService(stubs.WorkerServicer):
         owned += [row for row in rows if row in worker.kept]
         for row in owned:
             self._buffer.goes_on(row, session.worker_id)
-        tokens, given = state.requests.columns("tokens", "given")
+        tokens, input_tokens = state.requests.columns("tokens", "input_tokens")
         return [
-            pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(tokens[row] - given[row])) for row in owned
+            pb.GoesOn(request_id=state.request_id[row], row=row, tokens=int(tokens[row] - input_tokens[row]))
+            for row in owned
         ]
 
     async def _first(self, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
@@ -191,19 +191,21 @@ class WorkerService(stubs.WorkerServicer):
             return
         session.hosted = version
         for each in hello.held:
-            entry = self._buffer.get(each.request_id)
-            if entry is None or entry.version != version or each.first_token > len(entry):
+            response = self._buffer.get(each.request_id)
+            if response is None or response.version != version or each.first_token > len(response):
                 continue
-            has_all = each.tokens >= len(entry)
-            if entry.is_session:
-                has_all = entry.continues(each.tokens, each.given_digest, has_prompt_logprobs=each.prompt_logprobs)
+            has_all = each.tokens >= len(response)
+            if response.is_session:
+                has_all = response.continues(each.tokens, each.given_digest, has_prompt_logprobs=each.prompt_logprobs)
             if has_all:
                 session.held[each.request_id] = each.tokens
 
     def _parked_tokens(self, held: pb.HeldRequest) -> int:
         """The tokens of a request that a pool of an earlier incarnation has; below 0: of another history."""
-        entry = self._buffer.get(held.request_id)
-        is_other = entry is not None and entry.is_session and not entry.continues(held.tokens, held.given_digest)
+        response = self._buffer.get(held.request_id)
+        is_other = (
+            response is not None and response.is_session and not response.continues(held.tokens, held.given_digest)
+        )
         return -1 if is_other else held.tokens
 
     def _check_name(self, field: str, name: str, connected: int, most: int) -> None:
@@ -229,7 +231,6 @@ class WorkerService(stubs.WorkerServicer):
             raise
 
     def _take(self, session: WorkerSession | PoolSession, message: pb.WorkerMessage) -> None:
-        """Raises InvalidValue for a wrong message."""
         reports = self._reports
         kind = message.WhichOneof("kind")
         if isinstance(session, PoolSession) and kind == "pool_report":
@@ -248,7 +249,6 @@ class WorkerService(stubs.WorkerServicer):
 
 
 def _kv_settings(config: KvConfig, secret: bytes) -> pb.KvSettings:
-    """Settings that all workers of this run share, with a secret that only they know."""
     return pb.KvSettings(
         secret=secret,
         transports=config.transports.split(","),

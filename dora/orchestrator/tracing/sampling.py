@@ -31,5 +31,4 @@ class _Roots(Sampler):
 
 
 def sampler_of(fraction: float) -> Sampler:
-    """The sampler of the setting ``service.traces_fraction``."""
     return ParentBased(_Roots(fraction))

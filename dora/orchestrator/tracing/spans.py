@@ -63,7 +63,6 @@ class Spans:
             del self._parents[next(iter(self._parents))]
 
     def published(self, step: int, version: int, took_s: float) -> None:
-        """Enters the publication that a step's commit has just made."""
         ended_ns = time.time_ns()
         span = self._tracer.start_span(
             "publish",
@@ -74,7 +73,6 @@ class Spans:
         span.end(ended_ns)
 
     def close(self) -> None:
-        """Ends all open spans."""
         handoffs = (span for _, span in self._handoffs.values())
         for span in (*self._turns.values(), *handoffs, *self._sessions.values(), *self._steps.values()):
             _fail(span, ENDED)

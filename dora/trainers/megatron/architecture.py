@@ -80,21 +80,21 @@ class Architecture:
 
     def megatron(self, place: Place, dtype: torch.dtype) -> dict[str, Any]:
         """The fields of Megatron's TransformerConfig."""
-        layout, given, family = place.layout, self.config, self.config["model_type"]
-        if given["num_attention_heads"] % layout.tp:
-            raise InvalidValue("--tp", layout.tp, f"a divisor of the model's {given['num_attention_heads']} heads")
+        layout, settings, family = place.layout, self.config, self.config["model_type"]
+        if settings["num_attention_heads"] % layout.tp:
+            raise InvalidValue("--tp", layout.tp, f"a divisor of the model's {settings['num_attention_heads']} heads")
         found: dict[str, Any] = {
-            "num_layers": given["num_hidden_layers"],
-            "hidden_size": given["hidden_size"],
-            "ffn_hidden_size": given["intermediate_size"],
-            "num_attention_heads": given["num_attention_heads"],
+            "num_layers": settings["num_hidden_layers"],
+            "hidden_size": settings["hidden_size"],
+            "ffn_hidden_size": settings["intermediate_size"],
+            "num_attention_heads": settings["num_attention_heads"],
             "num_query_groups": self.shape.kv_heads,
-            "kv_channels": given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"],
-            "layernorm_epsilon": given["rms_norm_eps"],
+            "kv_channels": settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"],
+            "layernorm_epsilon": settings["rms_norm_eps"],
             "normalization": "RMSNorm",
             "qk_layernorm": family.startswith("qwen3"),
             "add_bias_linear": False,
-            "add_qkv_bias": family == "qwen2" or bool(given.get("attention_bias", False)),
+            "add_qkv_bias": family == "qwen2" or bool(settings.get("attention_bias", False)),
             "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,
             "hidden_dropout": 0.0,
@@ -119,10 +119,10 @@ class Architecture:
                 raise InvalidValue("--ep", layout.ep, f"a divisor of the model's {self.experts} experts")
             found |= {
                 "num_moe_experts": self.experts,
-                "moe_ffn_hidden_size": given["moe_intermediate_size"],
-                "moe_router_topk": given["num_experts_per_tok"],
+                "moe_ffn_hidden_size": settings["moe_intermediate_size"],
+                "moe_router_topk": settings["num_experts_per_tok"],
                 # softmax over all experts, then normalised to 1, equals softmax over the chosen ones
-                "moe_router_pre_softmax": not given.get("norm_topk_prob", False),
+                "moe_router_pre_softmax": not settings.get("norm_topk_prob", False),
                 "moe_router_load_balancing_type": "none",  # the objective is the whole loss
                 "moe_router_dtype": "fp32",
             }

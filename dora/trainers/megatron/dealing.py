@@ -33,12 +33,10 @@ def deal(rows: Sequence[Row], shards: int, tokens_max: int) -> list[list[list[Ro
 
 
 def batches_to_bytes(batches: Sequence[Sequence[Row]]) -> bytes:
-    """Encodes micro-batches for an order."""
     return bytes(msgpack.packb([rows_to_bytes(rows) for rows in batches]))
 
 
 def batches_from_bytes(content: bytes) -> list[list[Row]]:
-    """The inverse of :func:`batches_to_bytes`."""
     return [rows_from_bytes(each) for each in msgpack.unpackb(content)]
 
 

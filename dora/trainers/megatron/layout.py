@@ -32,8 +32,8 @@ class Layout:
             for name in names:
                 size *= getattr(self, name)
             if world % size:
-                given = " * ".join(f"--{name}" for name in names)
-                raise InvalidValue(given, size, f"a divisor of the number of ranks, {world}")
+                product = " * ".join(f"--{name}" for name in names)
+                raise InvalidValue(product, size, f"a divisor of the number of ranks, {world}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,6 @@ def begin(layout: Layout, timeout_s: float = 600.0) -> Place:
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

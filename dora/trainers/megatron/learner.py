@@ -19,7 +19,7 @@ import torch
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import Canary
 from dora.errors import InvalidValue
-from dora.trainers.checkpoint import Position, written
+from dora.trainers.checkpoint import CheckpointPosition, written
 from dora.trainers.checks import check_group, check_step
 from dora.trainers.learner import LearnerConfig, StepMetrics, StepSums
 from dora.trainers.megatron.architecture import Built
@@ -206,7 +206,7 @@ class MegatronLearner:
     def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None:
         """Writes a checkpoint; every rank writes its own files: the weights, and the optimiser's states."""
         built = self.part.built
-        with written(folder, Position(self.step, reference_version), replay) as unfinished:
+        with written(folder, CheckpointPosition(self.step, reference_version), replay) as unfinished:
             self._export(unfinished, published=False)
             self._ranks.tell("save", [str(unfinished).encode()] * self._ranks.count)
             self._save(unfinished)
@@ -238,7 +238,6 @@ class MegatronLearner:
         self._ranks.agree({"step": self.step})  # waits until all ranks have written
 
     def follow(self) -> None:
-        """Executes the leader's orders on another rank, until the end."""
         self._ranks.follow(self._obey)
 
     def _obey(self, order: Order) -> None:
@@ -248,8 +247,8 @@ class MegatronLearner:
             case "finish":
                 self._finish()
             case "export":
-                given = json.loads(order.content)
-                self._write(Path(given["folder"]), given["dtypes"])
+                target = json.loads(order.content)
+                self._write(Path(target["folder"]), target["dtypes"])
             case "canary":
                 self._canary()
             case "save":

@@ -48,12 +48,12 @@ def parse_arguments(arguments: list[str]) -> tuple[MegatronConfig, bool]:
     )
     parser.add_argument("--scratch", default="", metavar="FOLDER", help="visible to all ranks, for a version's files")
     add_objective(parser)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     config = MegatronConfig(
-        **common_of(given),
-        layout=Layout(**{each.name: getattr(given, each.name) for each in fields(Layout)}),
-        transformer=given.transformer,
-        distributed_optimizer=given.distributed_optimizer,
-        scratch=given.scratch,
+        **common_of(options),
+        layout=Layout(**{each.name: getattr(options, each.name) for each in fields(Layout)}),
+        transformer=options.transformer,
+        distributed_optimizer=options.distributed_optimizer,
+        scratch=options.scratch,
     )
-    return config, given.json
+    return config, options.json

@@ -98,7 +98,6 @@ class Part:
         self._optimizer.step()
 
     def forget(self) -> None:
-        """Resets the gradients to zero."""
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -118,7 +117,7 @@ class Part:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         found: list[Any] = get_forward_backward_func()(
-            forward_step_func=lambda given, stage: self._forward(next(given), stage, of_batch),
+            forward_step_func=lambda iterator, stage: self._forward(next(iterator), stage, of_batch),
             data_iterator=iter(batches),
             model=[module],
             num_microbatches=len(batches),

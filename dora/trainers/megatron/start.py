@@ -63,10 +63,10 @@ def _loaded(config: MegatronConfig, folder: str, place: Place) -> Built:
 
 
 def _check_model(folder: Path, tensors: Sequence[TensorHeader]) -> None:
-    wanted: dict[str, Any] = {header.name: header for header in tensors}
+    expected: dict[str, Any] = {header.name: header for header in tensors}
     found = {header.name: header for header in read_reference(folder).tensors}
     try:
-        if wanted:
-            check_tensors({name: published_header(each, wanted.get(name)) for name, each in found.items()}, tensors)
+        if expected:
+            check_tensors({name: published_header(each, expected.get(name)) for name, each in found.items()}, tensors)
     except InvalidValue as error:
         raise Conflict("--model", str(folder), f"the service's model ({error})", "is another model") from error

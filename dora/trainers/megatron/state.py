@@ -20,7 +20,6 @@ _VALUE: Final = "value"
 
 
 def save_states(part: Part, folder: Path) -> None:
-    """Writes this rank's file."""
     tensors: dict[str, torch.Tensor] = {}
     for name, states, tensor in part.states():
         tensors[f"{name}/{_VALUE}"] = tensor.detach()

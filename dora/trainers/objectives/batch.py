@@ -15,14 +15,11 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One response to train on."""
-
     trajectory: Trajectory
     advantage: float
 
     @property
     def length_tokens(self) -> int:
-        """Prompt and response."""
         return len(self.trajectory.prompt_token_ids) + self.trajectory.length_tokens
 
 

@@ -36,9 +36,9 @@ def objective(name: str, **settings: Any) -> PolicyGradient:
     if name not in OBJECTIVES:
         raise InvalidValue("objective", name, one_of(name, OBJECTIVES))
     names = [each.name for each in fields(PolicyGradient)]
-    for given in settings:
-        if given not in names:
-            raise InvalidValue("objective: setting", given, one_of(given, names))
+    for setting in settings:
+        if setting not in names:
+            raise InvalidValue("objective: setting", setting, one_of(setting, names))
     return replace(OBJECTIVES[name], **settings)
 
 
@@ -52,10 +52,10 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         options.add_argument(_option(each.name), default=None, metavar=None if names else "X", **kind)
 
 
-def objective_of(given: argparse.Namespace) -> PolicyGradient:
+def objective_of(options: argparse.Namespace) -> PolicyGradient:
     """The objective selected by the options of :func:`add_objective`. Raises as :func:`objective`."""
-    settings = {each.name: getattr(given, each.name) for each in fields(PolicyGradient)}
-    return objective(given.objective, **{name: value for name, value in settings.items() if value is not None})
+    settings = {each.name: getattr(options, each.name) for each in fields(PolicyGradient)}
+    return objective(options.objective, **{name: value for name, value in settings.items() if value is not None})
 
 
 def _option(name: str) -> str:

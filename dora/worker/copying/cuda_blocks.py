@@ -18,7 +18,7 @@ import torch
 
 from dora.errors import TransferFailed
 from dora.kvtransfer.device import OnDevice, is_on_device
-from dora.kvtransfer.memory import Pool
+from dora.kvtransfer.memory import BufferPool
 from dora.kvtransfer.snapshot import Pieces
 from dora.worker.copying.device_memory import Landings, LentBlocks
 from dora.worker.copying.layer_rows import LayerRows
@@ -87,7 +87,7 @@ class DeviceStore:
         self._stage_bytes = max(stage_bytes, _aligned(largest))
         device = tensors[next(iter(groups))].device
         self._streams = streams_of(device) if streams is None else streams
-        self._pinned = Pool(pinned_bytes, self._streams.host_memory)
+        self._pinned = BufferPool(pinned_bytes, self._streams.host_memory)
         self._outlets = [self._streams.host_memory(self._stage_bytes) for _ in range(2)]
         self._leaving: list[Mark] = [DONE, DONE]  # the pending read of each of them
         self._written: Mark = DONE
@@ -271,7 +271,6 @@ class DeviceStore:
             rows.cells.index_copy_(0, ids[part.name][part.first : part.end], place)
 
     def _ids(self, block_ids: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Returns the ids on the device, by layer."""
         for each in block_ids:
             if each and not 0 <= min(each) <= max(each) < self._block_count:
                 found = f"block ids {min(each)} to {max(each)}"

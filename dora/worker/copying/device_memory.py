@@ -15,7 +15,7 @@ from dora.weights.words import checksum
 LANDING_BYTES: Final = 512 << 20  # of a device for bodies that arrive there; a larger body passes through host memory
 
 
-class Gathering(Protocol):
+class BlockGathering(Protocol):
     """A store that can read scattered blocks."""
 
     def gather(self, name: str, block_ids: Sequence[int], begin: int, end: int, place: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ class Gathering(Protocol):
 class LentBlocks:
     """A region: blocks of one layer where the engine has them. They must not change while they are read."""
 
-    store: Gathering
+    store: BlockGathering
     name: str
     block_ids: Sequence[int]
     device: torch.device

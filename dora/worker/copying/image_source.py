@@ -8,7 +8,7 @@ import torch
 
 from dora.errors import InvalidValue, NotFound
 from dora.weights.files import typed_view
-from dora.weights.image import ImageRefused, Note, Place
+from dora.weights.image import ImageNote, ImageRefused, Place
 from dora.weights.load_time import LoadDeadline
 from dora.weights.reference import TensorHeader, read_layout
 from dora.weights.whole import manifest_in
@@ -21,7 +21,7 @@ Open = Callable[[Place, int], torch.Tensor]  # the memory of an image, (bytes,) 
 TIME_SHARE = 3  # an image may take this part of a load's time, so that the file can still be loaded
 
 
-def image_source(note: Note, opened: Open, device: torch.device) -> "Source":
+def image_source(note: ImageNote, opened: Open, device: torch.device) -> "Source":
     """Returns the source that reads the image of ``note`` in place of the version's one file.
 
     Its generator raises ImageRefused, also after it has yielded tensors, and DeadlineExceeded.
@@ -31,11 +31,11 @@ def image_source(note: Note, opened: Open, device: torch.device) -> "Source":
         headers = _checked(note, files)
         deadline = LoadDeadline(limit_s / TIME_SHARE, note.image_bytes)
         image, at = opened(note.place, note.image_bytes), 0
-        for header, wanted in zip(headers, note.sums, strict=True):
+        for header, expected in zip(headers, note.sums, strict=True):
             # memory of its own: what is checked can no longer change
             memory = torch.empty(header.content_bytes, dtype=torch.uint8, device=device)
             memory.copy_(image[at : at + header.content_bytes])
-            if checksum(memory) != wanted:
+            if checksum(memory) != expected:
                 raise ImageRefused(header.name, "another checksum", "unchanged until it is read")
             at += header.content_bytes
             deadline.loaded(header.content_bytes)
@@ -45,7 +45,7 @@ def image_source(note: Note, opened: Open, device: torch.device) -> "Source":
     return tensors
 
 
-def _checked(note: Note, files: Sequence[str]) -> tuple[TensorHeader, ...]:
+def _checked(note: ImageNote, files: Sequence[str]) -> tuple[TensorHeader, ...]:
     """Returns the tensors of the version's one file. Raises ImageRefused for a note of other files."""
     if len(files) != 1:
         raise ImageRefused("files", len(files), "1: a version of several files has no image")

@@ -46,7 +46,7 @@ DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes of a file that one slot takes."""
 
     file: Path
@@ -115,16 +115,16 @@ class WeightRing:
             for slot in self._slots:  # the memory of a tensor that was not yielded may be used again now
                 self._streams.hold_up(slot.mark)
 
-    def _planned(self, files: Sequence[Path]) -> tuple[list[Piece], list[TensorHeader]]:
+    def _planned(self, files: Sequence[Path]) -> tuple[list[FilePiece], list[TensorHeader]]:
         """Returns the pieces of all files, and the tensors whose bytes they are, one after the other."""
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         tensors: list[TensorHeader] = []
         for file in files:
             begin, found = read_layout(file)
             tensors += found
             end = begin + sum(tensor.content_bytes for tensor in found)
             for offset in range(begin, end, self._slot_bytes):
-                pieces.append(Piece(file, offset, min(self._slot_bytes, end - offset)))
+                pieces.append(FilePiece(file, offset, min(self._slot_bytes, end - offset)))
         return pieces, tensors
 
     def _finish_earlier(self, deadline: LoadDeadline) -> None:
@@ -134,13 +134,13 @@ class WeightRing:
             raise deadline.exceeded()
         self._fills.clear()
 
-    def _fill_later(self, index: int, pieces: Sequence[Piece]) -> None:
+    def _fill_later(self, index: int, pieces: Sequence[FilePiece]) -> None:
         if index < len(pieces):
             ahead_bytes = len(self._slots) * self._slot_bytes
             slot = self._slots[index % len(self._slots)]
             self._fills[index] = self._fillers.submit(self._fill, slot, pieces[index], ahead_bytes)
 
-    def _fill(self, slot: Slot, piece: Piece, ahead_bytes: int) -> None:
+    def _fill(self, slot: Slot, piece: FilePiece, ahead_bytes: int) -> None:
         slot.mark.synchronize()
         read(piece, slot.memory[: piece.size_bytes], ahead_bytes)
 
@@ -164,7 +164,7 @@ def _copy(place: torch.Tensor, memory: np.ndarray) -> None:
     place.copy_(torch.from_numpy(memory), non_blocking=True)
 
 
-def read(piece: Piece, memory: np.ndarray, ahead_bytes: int) -> None:
+def read(piece: FilePiece, memory: np.ndarray, ahead_bytes: int) -> None:
     """Reads a piece of a file, and lets the kernel read the one that lies ``ahead_bytes`` further.
 
     Raises InvalidValue if the file ends within the piece, or cannot be read.

@@ -22,7 +22,6 @@ def mapped(files: Sequence[str], limit_s: float) -> Tensors:
 
 
 def pinned(device: torch.device) -> Source:
-    """Returns the source of a GPU, with its pinned memory."""
     ring = WeightRing(device)
 
     def tensors(files: Sequence[str], limit_s: float) -> Tensors:

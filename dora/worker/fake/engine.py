@@ -26,7 +26,7 @@ from dora.models import routing
 from dora.weights.canary_bounds import CanaryBound
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
-from dora.worker.fake.kv import Live, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
+from dora.worker.fake.kv import FakeRequest, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
 from dora.worker.fake.model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
 from dora.worker.fake.turns import FakeTurns
 from dora.worker.reservation import Reservation
@@ -35,7 +35,7 @@ from dora.worker.stop_strings import StopStrings
 ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # used without a model
 
 
-class FakeEngine(BaseEngine[Live]):
+class FakeEngine(BaseEngine[FakeRequest]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
     ``mean_tokens``: mean length of responses, which is geometric. ``model``: a Hugging Face folder that defines the
@@ -184,7 +184,7 @@ class FakeEngine(BaseEngine[Live]):
     # Requests.
 
     def _enter(self, request: RequestSpec, snapshot: KvSnapshot | None, reservation: Reservation | None) -> None:
-        live = Live(request, *self._turns.begin(request), snapshot=snapshot, reserved=reservation)
+        live = FakeRequest(request, *self._turns.begin(request), snapshot=snapshot, reserved=reservation)
         self._live[request.request_id] = live
         if request.kept and snapshot is not None:
             self._kept.add(request.request_id)
@@ -199,7 +199,7 @@ class FakeEngine(BaseEngine[Live]):
     def _is_frozen(self, request_id: str) -> bool:
         return request_id in self._held
 
-    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+    def _extend(self, live: FakeRequest, request: RequestSpec, after: int) -> None:
         is_cut = after == len(live.outputs) or cut_kv(self._layout, live, after)
         live.request = request
         live.length, live.outputs, live.logprobs, live.watch = self._turns.begin(request)
@@ -230,7 +230,7 @@ class FakeEngine(BaseEngine[Live]):
         count = 0 if self._layout.windows else count
         return Reservation(self._layout, range(count), FakeBlocks(self._layout, count), self._make)
 
-    def _so_far(self, live: Live) -> RequestSpec:
+    def _so_far(self, live: FakeRequest) -> RequestSpec:
         return live.so_far
 
     def _make_ahead(self, request: RequestSpec) -> None:
@@ -268,7 +268,7 @@ class FakeEngine(BaseEngine[Live]):
         self._waiting.append(victim.request.request_id)
         return True
 
-    def _bring_kv(self, live: Live) -> None:
+    def _bring_kv(self, live: FakeRequest) -> None:
         self._reprefilled_tokens += bring_kv(self._layout, self._model, live)
 
     def _make_room(self, request_id: str) -> bool:
@@ -288,7 +288,7 @@ class FakeEngine(BaseEngine[Live]):
                 return False
         return True
 
-    def _decode(self, live: Live) -> TokenDelta:
+    def _decode(self, live: FakeRequest) -> TokenDelta:
         delta = self._turns.sample(live)
         self._generated_tokens += 1
         if delta.finish_reason is not None and live.request.keeps:

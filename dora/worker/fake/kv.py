@@ -16,7 +16,7 @@ _entries = count(1)
 
 
 @dataclass(slots=True)
-class Live:
+class FakeRequest:
     """One request. ``kv`` has one array of bytes for each layer; empty until it has a slot."""
 
     request: RequestSpec
@@ -36,8 +36,8 @@ class Live:
 
     @property
     def pending(self) -> int:
-        """The number of given tokens after which nothing was sampled yet."""
-        return pending_of(self.request.given, len(self.outputs))
+        """The number of environment tokens after which nothing was sampled yet."""
+        return pending_of(self.request.inputs, len(self.outputs))
 
     @property
     def kv_tokens(self) -> int:
@@ -56,11 +56,10 @@ class Live:
 
     @property
     def so_far(self) -> RequestSpec:
-        """The request with its present outputs."""
         return replace(self.request, output_token_ids=tuple(self.outputs), logprobs=tuple(self.logprobs))
 
 
-def bring_kv(layout: KvLayout, model: FakeModel, live: Live) -> int:
+def bring_kv(layout: KvLayout, model: FakeModel, live: FakeRequest) -> int:
     """Adds the KV of all tokens before the last sampled one: from the snapshot, or computed.
 
     Returns the tokens that were computed a second time.
@@ -80,7 +79,7 @@ def bring_kv(layout: KvLayout, model: FakeModel, live: Live) -> int:
     return len(known) if live.outputs else 0
 
 
-def cut_kv(layout: KvLayout, live: Live, after: int) -> bool:
+def cut_kv(layout: KvLayout, live: FakeRequest, after: int) -> bool:
     """Drops the KV of a kept request's outputs from ``after`` on. Returns False, and changes nothing, if the KV before
     them is not there: it is still in the snapshot, or a window has left it behind.
     """
@@ -96,7 +95,7 @@ def cut_kv(layout: KvLayout, live: Live, after: int) -> bool:
     return True
 
 
-def blocks_from(layout: KvLayout, live: Live, first: int) -> dict[str, list[np.ndarray]]:
+def blocks_from(layout: KvLayout, live: FakeRequest, first: int) -> dict[str, list[np.ndarray]]:
     """Returns the blocks from ``first`` on, of a layer with a window those that it still has."""
     return {
         name: [_to_blocks(layout, raw[_first_block(layout, name, live.kv_tokens, first) * _block_bytes(layout) :])]
@@ -104,7 +103,7 @@ def blocks_from(layout: KvLayout, live: Live, first: int) -> dict[str, list[np.n
     }
 
 
-def full_blocks_of(layout: KvLayout, live: Live, first: int, end: int) -> dict[str, list[np.ndarray]]:
+def full_blocks_of(layout: KvLayout, live: FakeRequest, first: int, end: int) -> dict[str, list[np.ndarray]]:
     """Returns the blocks ``first`` to ``end`` of all layers without a window."""
     size = _block_bytes(layout)
     return {

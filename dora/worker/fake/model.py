@@ -58,7 +58,6 @@ class FakeModel:
         return 1 + int(-math.log(1 - drawn / 2**32) * self._mean_tokens)
 
     def append_kv(self, kv: Kv, token_id: int) -> None:
-        """Appends one token's KV."""
         for name, raw in kv.items():
             raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
 
@@ -96,7 +95,6 @@ class FakeModel:
         return tuple(_logprob(self._hash("score", token_ids[:end])) for end in range(2, len(token_ids) + 1))
 
     def _hash(self, *parts: str | bytes | Iterable[int]) -> int:
-        """Returns 64 bits of all parts, the loaded weights and the seed."""
         digest = blake3(self._weights)
         digest.update(self._seed)
         for part in parts:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dora.data.types import FinishReason, RequestSpec, RoutingShape, TokenDelta
-from dora.worker.fake.kv import Live
+from dora.worker.fake.kv import FakeRequest
 from dora.worker.fake.model import STOP_TOKEN_ID, FakeModel
 from dora.worker.stop_strings import StopStrings, StopWatch
 
@@ -27,7 +27,7 @@ class FakeTurns:
         outputs, logprobs = list(request.output_token_ids), list(request.logprobs)
         return self._model.length(turn), outputs, logprobs, self._stop_strings.watch(turn)
 
-    def sample(self, live: Live) -> TokenDelta:
+    def sample(self, live: FakeRequest) -> TokenDelta:
         """Samples a token. The last one sampled, and given ones, get their KV first."""
         first = len(live.token_ids) - 1 - live.pending if live.outputs else 0
         owed = b""
@@ -53,7 +53,7 @@ class FakeTurns:
             request.request_id, request.version, index, (token_id,), (logprob,), reason, stop, routed, owed
         )
 
-    def _finish_reason(self, live: Live) -> FinishReason | None:
+    def _finish_reason(self, live: FakeRequest) -> FinishReason | None:
         sampling, last = live.request.sampling, live.outputs[-1]
         if (last == STOP_TOKEN_ID and not sampling.ignore_eos) or last in sampling.stop_token_ids:
             return "stop"

@@ -105,7 +105,6 @@ def shareable(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
-    """Returns a rank's KV memory as uint8."""
     own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(own, size_bytes), np.uint8)
@@ -114,7 +113,6 @@ def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
 
 
 def rows_of(memory: np.ndarray, layer: LayerBlocks, block_count: int) -> np.ndarray:
-    """Returns one layer's blocks in a rank's KV memory."""
     assert layer.span is not None
     begin, block_bytes = layer.span
     return memory[begin : begin + block_count * block_bytes].reshape(block_count, block_bytes)

@@ -32,7 +32,7 @@ from dora.weights.reference import Reference
 from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import Device, EngineSettings
 from dora.worker.vllm.groups import groups_of, unmovable
-from dora.worker.vllm.ranks import Ranks
+from dora.worker.vllm.ranks import EngineRanks
 from dora.worker.vllm.scheduler import HoldingScheduler
 
 _INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
@@ -153,7 +153,6 @@ def _meeting_place() -> Iterator[None]:
 
 
 def _overrides(settings: EngineSettings) -> dict[str, Any]:
-    """Returns the overrides of the model's config.json."""
     quantisation = quantised.settings(settings.quantisation)
     return {} if quantisation is None else {"quantization_config": quantisation}
 
@@ -187,16 +186,16 @@ def block_tokens_of(core: EngineCore) -> int:
     return int(core.vllm_config.cache_config.block_size)
 
 
-def kv_tokens_of(core: EngineCore, wanted: int) -> int:
-    """Returns the tokens of whole blocks that the KV-cache holds. ``wanted`` 0: as many as vLLM found room for."""
+def kv_tokens_of(core: EngineCore, requested: int) -> int:
+    """Returns the tokens of whole blocks that the KV-cache holds. ``requested`` 0: as many as vLLM found room for."""
     block_tokens = block_tokens_of(core)
-    if wanted:
-        return wanted // block_tokens * block_tokens
+    if requested:
+        return requested // block_tokens * block_tokens
     config = core.scheduler.kv_cache_config
     return (int(config.num_blocks) - 1) // len(config.kv_cache_groups) * block_tokens
 
 
-def layout_of(core: EngineCore, ranks: Ranks, reference: Reference, settings: EngineSettings) -> KvLayout:
+def layout_of(core: EngineCore, ranks: EngineRanks, reference: Reference, settings: EngineSettings) -> KvLayout:
     """Returns the layout by which engines decide whether KV of one is valid in, or convertible for, the other.
 
     The fingerprint has only properties that no conversion can change. Workers with other ranks or block sizes can

@@ -36,7 +36,7 @@ from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm import environment as vllm_environment
 from dora.worker.vllm.device.choice import device_named
 from dora.worker.vllm.device.port import Device, EngineSettings, Kind
-from dora.worker.vllm.views import KvViews, Live
+from dora.worker.vllm.views import EngineRequest, KvViews
 
 if TYPE_CHECKING:
     from dora.kvtier.tier import Tier
@@ -47,7 +47,7 @@ NOISE_SCORES: Final = 3  # of the same weights, before the reload proof
 QUANTISATIONS: Final = ("", "int8")
 
 
-class VllmEngine(BaseEngine[Live]):
+class VllmEngine(BaseEngine[EngineRequest]):
     """A ``RolloutEngine``. It starts with random weights: ``version`` is None until ``load_weights``.
 
     Re-prefilled tokens are those whose KV was computed before, here or elsewhere: prompt and outputs without the last
@@ -88,7 +88,7 @@ class VllmEngine(BaseEngine[Live]):
 
         self._requests, self._weights = vllm_requests, vllm_weights
         self._core: Any = vllm_core.start(model, settings, self._device)
-        self._ranks = vllm_ranks.Ranks(
+        self._ranks = vllm_ranks.EngineRanks(
             self._core, self._device, lost or vllm_ranks.end_process, routing(model) if router_replay else None
         )
         self._scheduler.routing = self._ranks.routing
@@ -264,7 +264,7 @@ class VllmEngine(BaseEngine[Live]):
     def _is_frozen(self, request_id: str) -> bool:
         return self._live[request_id].engine_id in self._scheduler.held
 
-    def _extend(self, live: Live, request: RequestSpec, after: int) -> None:
+    def _extend(self, live: EngineRequest, request: RequestSpec, after: int) -> None:
         is_cut = after < len(live.outputs)
         if not (request.owes_prompt or (is_cut and self._why_unmovable)) and self._turns.extend(live, request, after):
             if is_cut and self._tier is not None:
@@ -274,7 +274,7 @@ class VllmEngine(BaseEngine[Live]):
         self.remove(request.request_id)
         self._start(request, made, None, None)
 
-    def _so_far(self, live: Live) -> RequestSpec:
+    def _so_far(self, live: EngineRequest) -> RequestSpec:
         return live.so_far
 
     def _open_tier(self, endpoint: str) -> Any:

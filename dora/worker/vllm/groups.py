@@ -93,7 +93,6 @@ def kind_of(attention: Any) -> tuple[str, str]:
 
 
 def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
-    """Returns the known interior of a layer's block."""
     if type(spec) is MLAAttentionSpec and backend == "CPU_MLA" and spec.page_size_padded is None:
         return 1, ((1, spec.page_size_bytes // spec.block_size),)
     if type(spec) in (FullAttentionSpec, SlidingWindowSpec) and backend == "CPU_ATTN":  # heads lie in a row

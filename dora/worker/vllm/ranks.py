@@ -42,7 +42,7 @@ def end_process(reason: str) -> None:
     os._exit(RANK_LOST)
 
 
-class Ranks:
+class EngineRanks:
     """Used by the engine's thread only."""
 
     def __init__(
@@ -120,7 +120,6 @@ class Ranks:
         return shard_of(rank, self._tensor_parallel, self.shards)
 
     def _name(self, rank: int, layer: LayerBlocks) -> str:
-        """Returns the name of the shard that this rank holds."""
         return shard_name(layer.name, self._shard(rank), self.shards)
 
     def _store(self, shown: Sequence[tuple[int, RankKv]]) -> KvStore:
@@ -133,7 +132,6 @@ class Ranks:
         )
 
     def _tensors(self, shown: Sequence[tuple[int, RankKv]]) -> list[dict[str, torch.Tensor]]:
-        """Returns the KV tensors of each rank, by the name of the shard."""
         if not self._processes:
             return [dict(_own_connector().tensors)]
         return [
@@ -161,7 +159,6 @@ class Ranks:
         return RoutingRows(shape, group, self._block_tokens, [[*shards.values()] for shards in stages.values()])
 
     def _look(self, lost: Lost) -> None:
-        """Waits until this end is closed or a rank has ended."""
         sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes)}
         ended = multiprocessing.connection.wait([*sentinels, self._stopping])
         if self._stopping in ended:
@@ -197,7 +194,6 @@ def check_routing(stages: Sequence[RankRouting], shape: RoutingShape) -> None:
 
 
 def _shards(core: EngineCore, tensor_parallel: int) -> int:
-    """Returns the number of parts into which tensor parallelism splits a layer's KV heads."""
     return min(tensor_parallel, core.vllm_config.model_config.get_total_num_kv_heads())
 
 

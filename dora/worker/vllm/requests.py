@@ -63,20 +63,20 @@ def sampling_of(request: RequestSpec, stops: Sequence[int]) -> VllmSampling:
 
     Raises InvalidValue.
     """
-    wanted = request.sampling
-    stop_token_ids = sorted({*wanted.stop_token_ids, *(() if wanted.ignore_eos else stops)})
+    requested = request.sampling
+    stop_token_ids = sorted({*requested.stop_token_ids, *(() if requested.ignore_eos else stops)})
     try:
         sampling = VllmSampling(
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            min_p=wanted.min_p,
-            seed=wanted.seed,
-            max_tokens=wanted.max_tokens,
-            min_tokens=wanted.min_tokens,
-            presence_penalty=wanted.presence_penalty,
-            frequency_penalty=wanted.frequency_penalty,
-            repetition_penalty=wanted.repetition_penalty,
+            temperature=requested.temperature,
+            top_p=requested.top_p,
+            top_k=requested.top_k,
+            min_p=requested.min_p,
+            seed=requested.seed,
+            max_tokens=requested.max_tokens,
+            min_tokens=requested.min_tokens,
+            presence_penalty=requested.presence_penalty,
+            frequency_penalty=requested.frequency_penalty,
+            repetition_penalty=requested.repetition_penalty,
             stop_token_ids=stop_token_ids,
             ignore_eos=True,  # the model's own ends are among stop_token_ids
             logprobs=0,  # the sampled token's
@@ -84,11 +84,11 @@ def sampling_of(request: RequestSpec, stops: Sequence[int]) -> VllmSampling:
             detokenize=False,  # stop strings are watched for by the engine's owner: dora.worker.stop_strings
         )
     except ValueError as error:
-        raise InvalidValue("sampling", wanted, f"what vLLM takes ({error})") from error
+        raise InvalidValue("sampling", requested, f"what vLLM takes ({error})") from error
     for name in DOMAINS:  # the record has the requested parameters, so sampling must use them
-        if name != "ignore_eos" and getattr(sampling, name) != getattr(wanted, name):
+        if name != "ignore_eos" and getattr(sampling, name) != getattr(requested, name):
             allowed = f"what the engine samples with: it would take {getattr(sampling, name)}"
-            raise InvalidValue(f"sampling.{name}", getattr(wanted, name), allowed)
+            raise InvalidValue(f"sampling.{name}", getattr(requested, name), allowed)
     return sampling
 
 

@@ -39,7 +39,7 @@ class HoldingScheduler(Scheduler):
         self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
-        self._pending: dict[str, int] = {}  # by request with earlier turns: given tokens of its turn's beginning
+        self._pending: dict[str, int] = {}  # by request with earlier turns: environment tokens of its turn's beginning
         self._had: dict[str, int] = {}  # by request that was cut: the tokens before the cut that had KV
         self._brought: dict[str, list[Any]] = {}  # by request: blocks that it brings, and those after them
         self._ahead: dict[str, int] = {}  # how many of these are written
@@ -59,7 +59,6 @@ class HoldingScheduler(Scheduler):
         return [block.block_id for block in self._pool.get_new_blocks(count)]
 
     def give_back(self, reservation: Reservation) -> None:
-        """Undoes ``take_blocks``."""
         self.prefixes.keep(reservation.offered)
         self.unpin(reservation.own_ids)
         self.prefixes.give_up(reservation.prefix)
@@ -105,7 +104,6 @@ class HoldingScheduler(Scheduler):
         self._count_slots()
 
     def take_up(self, request_id: str) -> None:
-        """Undoes ``hold``."""
         request = self.held.pop(request_id)
         if request.status == RequestStatus.RUNNING:
             self.running.append(request)
@@ -135,7 +133,7 @@ class HoldingScheduler(Scheduler):
         self._has_blocks(request.request_id)
 
     def begin_turn(self, request_id: str, pending: int) -> None:
-        """Notes that a request has earlier turns, and its given tokens, which have no KV yet."""
+        """Notes that a request has earlier turns, and its environment tokens, which have no KV yet."""
         self._pending[request_id] = pending
 
     def cut(self, request_id: str, tokens: int) -> bool:

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from dora.data.types import TierLoad
 from dora.errors import TransferFailed
-from dora.kvtier.chunks import Chain, ChunkShape
+from dora.kvtier.chunks import ChunkChain, ChunkShape
 from dora.kvtier.tier import Passage, Search, Tier
 from dora.kvtransfer.snapshot import Pieces
-from dora.worker.reservation import Store
+from dora.worker.reservation import KvBlocks
 
 TIER_BYTES: Final = 256 << 20  # on the way to the tier, and again on the way back
 KEEP_STEP_BYTES: Final = 32 << 20  # copied between two steps: some milliseconds
@@ -26,11 +26,9 @@ KNOWN_MAX: Final = 1 << 16  # digests of chunks that are in the tier; all are fo
 
 @dataclass(slots=True)
 class _Request:
-    """One request of the engine."""
-
     session: str  # its name at the server, which expects that the tokens of a session only grow
     version: int
-    chain: Chain
+    chain: ChunkChain
     kept: int = 0  # chunks from its beginning that were given to the tier, or were there
     search: Search | None = None
     until_s: float = 0.0
@@ -39,7 +37,7 @@ class _Request:
 class TierPrefixes:
     """Connects vLLM's scheduler with the tier, in the engine's thread."""
 
-    def __init__(self, tier: Tier, shape: ChunkShape, store: Store, scheduler: Any) -> None:
+    def __init__(self, tier: Tier, shape: ChunkShape, store: KvBlocks, scheduler: Any) -> None:
         self._tier = tier
         self._shape = shape
         self._store = store
@@ -60,7 +58,7 @@ class TierPrefixes:
 
     def begin(self, engine_id: str, version: int) -> None:
         """Enters a request with its version. Only entered requests use the tier."""
-        self._requests[engine_id] = _Request(engine_id, version, Chain(self._shape, version))
+        self._requests[engine_id] = _Request(engine_id, version, ChunkChain(self._shape, version))
 
     def cut(self, engine_id: str) -> None:
         """Notes that a request has dropped its last tokens, and continues with others."""
@@ -71,7 +69,6 @@ class TierPrefixes:
         self._requests[engine_id].session = f"{engine_id}/{self._cuts}"
 
     def forget(self, engine_id: str) -> None:
-        """Removes a request."""
         request = self._requests.pop(engine_id, None)
         if request is not None:
             _give_up(request)
@@ -140,7 +137,6 @@ class TierPrefixes:
                 left -= self._keep(state, request, left)
 
     def _keep(self, state: Any, request: _Request, most: int) -> int:
-        """Returns the number of copied chunks."""
         full = state.num_computed_tokens // self._shape.chunk_tokens
         if full <= request.kept:
             return 0
@@ -171,7 +167,6 @@ class TierPrefixes:
 
 
 def _give_up(request: _Request) -> None:
-    """Discards the tier's answer."""
     if request.search is not None:
         request.search.cancelled = True
         request.search.chunks = None

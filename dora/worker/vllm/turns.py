@@ -14,21 +14,19 @@ from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm.device.port import Device
 from dora.worker.vllm.requests import Made, sampling_of, to_vllm
-from dora.worker.vllm.views import Live
+from dora.worker.vllm.views import EngineRequest
 
 _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
 
 class Turns:
-    """Knows vLLM's requests by their ids."""
-
     def __init__(self, core: Any, device: Device, stops: Sequence[int], stop_strings: StopStrings) -> None:
         """``stops``: the tokens that end a response."""
         self._core = core
         self._device = device
         self._stops = stops
         self._stop_strings = stop_strings
-        self._by_engine_id: dict[str, Live] = {}
+        self._by_engine_id: dict[str, EngineRequest] = {}
         self._serial = count(1)
 
     def make(self, request: RequestSpec) -> Made:
@@ -40,10 +38,9 @@ class Turns:
         made.restore_outputs(turn.output_token_ids)
         return made
 
-    def live_of(self, request: RequestSpec, made: Made) -> Live:
-        """Returns the state of a request that is about to start."""
+    def live_of(self, request: RequestSpec, made: Made) -> EngineRequest:
         made.restore_outputs(request.output_token_ids[request.turn_begin :])
-        live = Live(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
+        live = EngineRequest(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
         live.logprobs.extend(request.logprobs)
         self._by_engine_id[live.engine_id] = live
         return live
@@ -59,15 +56,15 @@ class Turns:
             scheduler.bring(engine_id, reservation, snapshot.ahead)
         if request.keeps:
             scheduler.keeps.add(engine_id)
-        if request.given:
+        if request.inputs:
             scheduler.begin_turn(engine_id, request.pending)
         if request.kept:
             scheduler.add_kept(made.core_request)
         else:
             self._core.add_request(made.core_request)
 
-    def extend(self, live: Live, request: RequestSpec, after: int) -> bool:
-        """Continues a kept request after this many outputs; ``request`` has the given tokens. Returns False, and
+    def extend(self, live: EngineRequest, request: RequestSpec, after: int) -> bool:
+        """Continues a kept request after this many outputs; ``request`` has the environment tokens. Returns False, and
         changes nothing, if its KV cannot be cut there.
         """
         turn, begin = request.turn(), request.turn_begin
@@ -82,11 +79,10 @@ class Turns:
         self._core.scheduler.extend(live.engine_id, request.output_token_ids[after:], sampling, request.pending)
         return True
 
-    def forget(self, live: Live) -> None:
-        """Removes a request that has ended."""
+    def forget(self, live: EngineRequest) -> None:
         del self._by_engine_id[live.engine_id]
 
-    def delta(self, output: Any) -> tuple[Live, TokenDelta]:
+    def delta(self, output: Any) -> tuple[EngineRequest, TokenDelta]:
         """Enters new tokens of a request. If they end its turn and it keeps its KV, it is kept."""
         live, scheduler = self._by_engine_id[output.request_id], self._core.scheduler
         first_token = len(live.outputs)

@@ -16,7 +16,7 @@ _entries = count(1)
 
 
 @dataclass(slots=True)
-class Live:
+class EngineRequest:
     """One request in the engine. ``outputs`` and ``logprobs`` hold the whole response so far."""
 
     request: RequestSpec
@@ -29,7 +29,7 @@ class Live:
     @property
     def kv_tokens(self) -> int:
         """The tokens before the last sampled one, whose KV is computed unless the request waits or is preempted."""
-        pending = pending_of(self.request.given, len(self.outputs))
+        pending = pending_of(self.request.inputs, len(self.outputs))
         return len(self.request.prompt_token_ids) + len(self.outputs) - 1 - pending
 
     @property
@@ -43,7 +43,6 @@ class Live:
 
     @property
     def so_far(self) -> RequestSpec:
-        """The request with its present outputs."""
         return replace(self.request, output_token_ids=tuple(self.outputs), logprobs=tuple(self.logprobs))
 
 
@@ -67,7 +66,7 @@ class KvViews:
         self._why_unmovable = why_unmovable
         self._takes_ahead = takes_ahead
 
-    def export(self, live: Live, first: int) -> KvSnapshot | None:
+    def export(self, live: EngineRequest, first: int) -> KvSnapshot | None:
         if live.engine_id not in self._scheduler.held:
             raise Conflict("request_id", live.request.request_id, "a frozen request", why="is not frozen")
         request, draws = live.so_far, rng_draws(len(live.outputs), live.request.sampling.temperature)
@@ -89,7 +88,7 @@ class KvViews:
             ahead=first,
         )
 
-    def final_blocks(self, live: Live) -> tuple[SegmentId, int]:
+    def final_blocks(self, live: EngineRequest) -> tuple[SegmentId, int]:
         state, kv_tokens = self._state(live), live.kv_tokens
         why = ""
         if self._why_unmovable:
@@ -103,7 +102,7 @@ class KvViews:
         has_some = not all(group.window_tokens for group in self._groups)
         return self._segment(live), (kv_tokens - 1) // self._layout.block_tokens if has_some else 0
 
-    def full_blocks(self, live: Live, first: int, most: int | None) -> FullBlocks:
+    def full_blocks(self, live: EngineRequest, first: int, most: int | None) -> FullBlocks:
         segment, end = self.final_blocks(live)
         end = max(first, end)
         shown = end if most is None else min(end, first + most)
@@ -111,7 +110,9 @@ class KvViews:
         final = [() if group.window_tokens else block_ids[first:shown] for group, block_ids in ids]
         return FullBlocks(segment, end, self._store.lend(final))
 
-    def siblings(self, live: Live, others: Mapping[str, Live], blocks: int) -> dict[str, tuple[SegmentId, int]]:
+    def siblings(
+        self, live: EngineRequest, others: Mapping[str, EngineRequest], blocks: int
+    ) -> dict[str, tuple[SegmentId, int]]:
         if not self._takes_ahead:
             return {}
         own = self._block_ids(live)[0][:blocks]
@@ -123,18 +124,18 @@ class KvViews:
                 found[name] = self._segment(other), shared
         return found
 
-    def _decodes(self, live: Live) -> bool:
+    def _decodes(self, live: EngineRequest) -> bool:
         """Returns whether the KV of all tokens before the last sampled one is there, and nothing of the prefill is
         owed.
         """
         has_kv = bool(live.outputs) and self._state(live).num_computed_tokens == live.kv_tokens
         return has_kv and not live.owes_prompt
 
-    def _state(self, live: Live) -> Any:
+    def _state(self, live: EngineRequest) -> Any:
         return self._scheduler.requests[live.engine_id]
 
-    def _block_ids(self, live: Live) -> Any:
+    def _block_ids(self, live: EngineRequest) -> Any:
         return self._scheduler.kv_cache_manager.get_block_ids(live.engine_id)
 
-    def _segment(self, live: Live) -> SegmentId:
+    def _segment(self, live: EngineRequest) -> SegmentId:
         return live.entry, self._state(live).num_preemptions

@@ -10,7 +10,7 @@ from typing import Final
 
 from dora.errors import NotFound
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
-from dora.kvtransfer.plane import Arrived
+from dora.kvtransfer.plane import ArrivedSnapshot
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.rpc import dora_pb2 as pb
 from tests.abuse.kv.changed_heads import CHANGES, differing
@@ -28,11 +28,11 @@ class Given:
     def __init__(self) -> None:
         self.parcel: tuple[bytes, bytes] | None = None
 
-    def take_all(self, key: str) -> Arrived:
+    def take_all(self, key: str) -> ArrivedSnapshot:
         if self.parcel is None:
             raise NotFound("locator", key, "a snapshot that has arrived")
         parcel, self.parcel = self.parcel, None
-        return Arrived(snapshot_of(*parcel), parcel[0], [])
+        return ArrivedSnapshot(snapshot_of(*parcel), parcel[0], [])
 
     def forget(self, _ticket: str) -> None:
         self.parcel = None

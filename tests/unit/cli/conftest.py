@@ -16,7 +16,7 @@ from dora.rpc.dora_pb2_grpc import (
     add_SessionsServicer_to_server,
 )
 from dora.rpc.interceptor import server_interceptors
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from tests.unit.cli.service import TOKEN, CannedHosts, CannedOperator, CannedPrompts, CannedSessions
 
 
@@ -28,7 +28,7 @@ def address() -> Iterator[str]:
     thread.start()
 
     async def start() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(interceptors=server_interceptors(Tokens(TOKEN)), options=server_options())
+        server = grpc.aio.server(interceptors=server_interceptors(ServiceTokens(TOKEN)), options=server_options())
         add_OperatorServicer_to_server(CannedOperator(), server)
         add_PromptsServicer_to_server(CannedPrompts(), server)
         add_HostServicer_to_server(CannedHosts(), server)

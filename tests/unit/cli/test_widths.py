@@ -153,8 +153,8 @@ def test_tables_of_a_service_fit(name: str, table: Callable[[pb.Status], Any]) -
 @pytest.mark.parametrize("width", [WIDTH, 120])
 def test_the_live_view_fits(width: int) -> None:
     for status in STATUSES.values():
-        for steps_asked in (0, 60):
-            check(service_view(status, "dora 127.0.0.1:7070", steps_asked), width)
+        for steps_planned in (0, 60):
+            check(service_view(status, "dora 127.0.0.1:7070", steps_planned), width)
 
 
 def test_the_trajectories_fit() -> None:
@@ -282,7 +282,9 @@ def test_a_replay_fits() -> None:
     by_version = dict.fromkeys(range(16), 10**9)
     known = Known(LARGE, 512, LARGE, (), (512,) * 16, by_version, 10**6, by_version, by_version, 10**6, 64, workers)
     commands = tuple(do.RemoveRequest(LONG, 5, f"g{n}.0", 9) for n in range(20))  # type: ignore[call-arg]
-    decision = Decision(LARGE, 1e6, on.MigrateAsked("g" * 100 + ".0", LONG), known, commands, refusal="it is not " * 30)
+    decision = Decision(
+        LARGE, 1e6, on.MigrationRequested("g" * 100 + ".0", LONG), known, commands, refusal="it is not " * 30
+    )
     for text in (decision, replace(decision, refusal="")):
         check(Note(block(text, 1e6), indent=CONTINUED, widest=WIDEST))
     counted = {f"Event{n}": 10**12 for n in range(30)}
@@ -420,10 +422,10 @@ def test_who_left_as_was_asked_stands_below_the_table() -> None:
 
 def test_the_live_view_says_the_pace_and_the_time_to_go() -> None:
     status = pb.Status(newest_version=2, workers=[pb.WorkerStatus(worker_id="w0", state="ready", tokens_per_s=70.0)])
-    assert "to go" not in printed(service_view(status, "dora", steps_asked=5), 120)
+    assert "to go" not in printed(service_view(status, "dora", steps_planned=5), 120)
     for step, took_s in ((0, 20.0), (1, 40.0)):
         status.steps.add(step=step, took_s=took_s)
-    text = printed(service_view(status, "dora", steps_asked=5), 160)
+    text = printed(service_view(status, "dora", steps_planned=5), 160)
     assert "1 min 30 s to go" in text and "70 tokens/s" in text
-    assert "to go" not in printed(service_view(status, "dora", steps_asked=2), 160)
+    assert "to go" not in printed(service_view(status, "dora", steps_planned=2), 160)
     assert "to go" not in printed(service_view(status, "dora"), 160)

@@ -18,8 +18,8 @@ from dora.kvtransfer.plane import local_host
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.starting import Start
-from dora.rpc.roles import Tokens
+from dora.orchestrator.starting import ServiceStart
+from dora.rpc.roles import ServiceTokens
 from dora.worker import __main__ as worker_process
 from dora.worker.engine import RolloutEngine
 from tests.unit.effects.rows import Place, Row, Seen, Shown
@@ -60,7 +60,9 @@ async def launched(config: Config, place: Place) -> Noted:
     place.monkeypatch.setattr(launchers, "entry_points", lambda group: [point])
     config = config.model_copy(update={"workers": config.workers.model_copy(update={"launcher": "noted"})})
     async with contextlib.AsyncExitStack() as stack:
-        start = Start(config, Tokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0)
+        start = ServiceStart(
+            config, ServiceTokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0
+        )
         start.address, start.model = "127.0.0.1:1", Path("model")
         launcher = await start.launch()
         assert isinstance(launcher, Noted)

@@ -13,7 +13,7 @@ from dora.data.types import RequestSpec, SamplingParams
 from dora.host.launcher import WorkerStartError
 from dora.orchestrator import waiting
 from dora.orchestrator.recovery.reattachment import Reattachment
-from dora.orchestrator.rollout.streams import Sessions
+from dora.orchestrator.rollout.streams import MemberSessions
 from dora.orchestrator.runtime import Runtime
 from dora.worker.fake.engine import FakeEngine
 from dora.worker.reporting import Reporting
@@ -166,7 +166,7 @@ def until_undone(config: Config, _: Place) -> int:
 
 def reports(config: Config, place: Place) -> int:
     """The reports that a worker with work sends in ten seconds, of steps of 10 ms."""
-    period_ms = Sessions(lambda *_: None, None, config.workers.report_period_ms).report_period_ms
+    period_ms = MemberSessions(lambda *_: None, None, config.workers.report_period_ms).report_period_ms
     engine = FakeEngine(slots=1, kv_tokens=4096, max_model_len_tokens=4096)
     engine.load_weights(0, place.model("dense"), None)
     engine.add(RequestSpec("r", 0, (1, 2), SamplingParams(max_tokens=2000, ignore_eos=True)))

@@ -13,7 +13,7 @@ from dora.data.engine_samples import Measurement
 from dora.lab.sim.faults import sweep
 from dora.lab.sim.faults.trial import Trial
 from dora.ops.doctor import run as doctor_run
-from dora.ops.doctor.verdict import Verdict
+from dora.ops.doctor.verdict import StageResult
 from dora.worker import side_by_side, timing
 from dora.worker.profiling import default_grid, measure
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Shown
@@ -113,8 +113,8 @@ EXAMINED: Final = "tests/e2e/test_examination.py::test_two_hosts_are_examined_an
 def examined(bench: Bench) -> None:
     """Each stage that would run in a process succeeds, and says on what."""
 
-    def stage(each: Any, device: str, model: Path) -> Verdict:
-        return Verdict(each.name, "ok", "", {"device": device, "model": model.name})
+    def stage(each: Any, device: str, model: Path) -> StageResult:
+        return StageResult(each.name, "ok", "", {"device": device, "model": model.name})
 
     bench.monkeypatch.setattr(doctor_run, "run_stage", stage)
 

@@ -26,7 +26,7 @@ from dora.orchestrator.services.server import _bound
 from dora.orchestrator.setup import cache_of, recorder_of, run_folder_of, store_of, weight_versions
 from dora.prompts import PromptSource
 from dora.rewards import RewardRunner
-from dora.rpc.roles import Role, Tokens
+from dora.rpc.roles import Role, ServiceTokens
 from dora.system.log_lines import formatter_of
 from tests.unit.effects.of_limits import passed_s
 from tests.unit.effects.rows import Place, Row, Seen, Shown
@@ -98,7 +98,7 @@ def log_line(config: Config, _: Place) -> bool:
 
 def owner(config: Config, _: Place) -> str:
     """The token with which the service knows its owner."""
-    return Tokens(config.service.token).of[Role.OWNER]
+    return ServiceTokens(config.service.token).of[Role.OWNER]
 
 
 def room(config: Config, _: Place) -> bool:

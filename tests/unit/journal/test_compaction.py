@@ -174,7 +174,7 @@ async def test_a_segment_that_cannot_be_read_once_stays(
     told = Incarnation(log.append, Known())
     real, failed = frames.records, 0
 
-    def records(segment: frames.Segment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+    def records(segment: frames.LogSegment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
         nonlocal failed
         failed += 1
         for position, record in enumerate(real(segment, end)):

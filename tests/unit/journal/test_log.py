@@ -231,7 +231,7 @@ async def recorded(folder: Path, steps: int = 4) -> Known:
     return told.known
 
 
-def segment_of(path: Path) -> frames.Segment:
+def segment_of(path: Path) -> frames.LogSegment:
     segment = frames.opened(path)
     assert segment is not None
     return segment

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.journal.versions import REPLACED_SUFFIX, KeptVersions
+from dora.journal.versions import REPLACED_SUFFIX, PersistedVersions
 from dora.weights.host_store import HostStore
 from dora.weights.store import WeightStore
 from dora.weights.whole import is_sound
@@ -23,8 +23,8 @@ def origin(tiny_dense: Path, tmp_path: Path) -> WeightStore:
 
 
 @pytest.fixture
-def kept(origin: WeightStore, tmp_path: Path) -> KeptVersions:
-    kept = KeptVersions(tmp_path / "kept")
+def kept(origin: WeightStore, tmp_path: Path) -> PersistedVersions:
+    kept = PersistedVersions(tmp_path / "kept")
     for version in (1, 2):
         kept.keep(version, origin.folder(version))
     return kept
@@ -38,14 +38,16 @@ def alter(folder: Path) -> None:
     (folder / FILE).write_bytes(content)
 
 
-def test_what_is_kept_comes_back(origin: WeightStore, kept: KeptVersions, tiny_dense: Path, tmp_path: Path) -> None:
+def test_what_is_kept_comes_back(
+    origin: WeightStore, kept: PersistedVersions, tiny_dense: Path, tmp_path: Path
+) -> None:
     assert not kept.bring_back(LIVE, tmp_path / "store" / "versions", is_sound)
     store = HostStore(tmp_path / "store", tiny_dense)
     assert store.versions() == (0, 1, 2) and all(same(origin, store, version) for version in (1, 2))
 
 
 def test_what_is_damaged_in_the_store_is_replaced(
-    origin: WeightStore, kept: KeptVersions, tiny_dense: Path, tmp_path: Path
+    origin: WeightStore, kept: PersistedVersions, tiny_dense: Path, tmp_path: Path
 ) -> None:
     versions = tmp_path / "store" / "versions"
     kept.bring_back(LIVE, versions, is_sound)
@@ -56,14 +58,14 @@ def test_what_is_damaged_in_the_store_is_replaced(
     assert same(origin, HostStore(tmp_path / "store", tiny_dense), 1)
 
 
-def test_what_is_damaged_on_disk_does_not_come_back(kept: KeptVersions, tiny_dense: Path, tmp_path: Path) -> None:
+def test_what_is_damaged_on_disk_does_not_come_back(kept: PersistedVersions, tiny_dense: Path, tmp_path: Path) -> None:
     alter(tmp_path / "kept" / "1")
     assert kept.bring_back(LIVE, tmp_path / "store" / "versions", is_sound) == [1]
     assert HostStore(tmp_path / "store", tiny_dense).versions() == (0, 2)
 
 
 def test_what_is_damaged_on_disk_and_whole_in_the_store_stays_there(
-    origin: WeightStore, kept: KeptVersions, tmp_path: Path
+    origin: WeightStore, kept: PersistedVersions, tmp_path: Path
 ) -> None:
     alter(tmp_path / "kept" / "1")
     assert not kept.bring_back(LIVE, origin.root / "versions", is_sound)
@@ -84,18 +86,18 @@ def content_of(folder: Path, version: int) -> bytes:
 
 def test_a_crash_in_the_midst_of_a_replacement_leaves_the_old_weights_or_the_new(tmp_path: Path) -> None:
     state = tmp_path / "versions"
-    KeptVersions(state).keep(1, weights(tmp_path / "old", b"old"))
+    PersistedVersions(state).keep(1, weights(tmp_path / "old", b"old"))
     (state / "1").rename(state / f".1{REPLACED_SUFFIX}")  # where the new ones were to go
     weights(state / ".1", b"new")
-    assert KeptVersions(state).lacking([1]) == [] and content_of(state, 1) == b"old"
+    assert PersistedVersions(state).lacking([1]) == [] and content_of(state, 1) == b"old"
     weights(state / f".1{REPLACED_SUFFIX}", b"older")  # the new ones are there, and the old ones not gone yet
-    assert KeptVersions(state).lacking([1]) == [] and content_of(state, 1) == b"old"
+    assert PersistedVersions(state).lacking([1]) == [] and content_of(state, 1) == b"old"
     assert [entry.name for entry in state.iterdir()] == ["1"]
 
 
 def test_a_version_that_is_published_anew_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     state = tmp_path / "versions"
-    versions = KeptVersions(state)
+    versions = PersistedVersions(state)
     versions.keep(1, weights(tmp_path / "old", b"old"))
     versions.keep(1, weights(tmp_path / "new", b"new"))
     assert content_of(state, 1) == b"new" and [entry.name for entry in state.iterdir()] == ["1"]

@@ -6,12 +6,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from dora.agents.chat.reply import Reply
-from dora.agents.front.asked import MODEL, chat_wanted
+from dora.agents.chat.reply import ChatReply
 from dora.agents.front.errors import anthropic_body
-from dora.agents.front.http import event, read_asked, streamed, whole
+from dora.agents.front.http import event, read_request, streamed, whole
 from dora.agents.front.protocols.chat import reply_of
 from dora.agents.front.protocols.parts import joined_text, listed
+from dora.agents.front.request import MODEL, chat_request
 from dora.agents.front.turns import RunningTurn
 from dora.errors import MISSING, InvalidValue, one_of
 
@@ -33,27 +33,27 @@ _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "ma
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    asked = await read_asked(request)
-    wanted = chat_wanted(chat_of(asked.body))
-    (turn,) = await asked.turns([wanted])
+    received = await read_request(request)
+    requested = chat_request(chat_of(received.body))
+    (turn,) = await received.turns([requested])
     head = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": f"{MODEL}-v{turn.version}",
     }
-    if wanted.stream:
-        return await streamed(request, asked, turn.version, _events(head, turn), anthropic_body)
+    if requested.stream:
+        return await streamed(request, received, turn.version, _events(head, turn), anthropic_body)
     await turn.ended()
     reply = {**head, "content": list(_blocks(reply_of(turn))), **_end(turn), "usage": _usage(turn)}
-    return await whole(request, asked, turn.version, reply)
+    return await whole(request, received, turn.version, reply)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Counts the tokens of a chat as a prompt of its own."""
-    asked = await read_asked(request)
-    wanted = chat_wanted(chat_of(asked.body))
-    return web.json_response({"input_tokens": len((await asked.door.rendered(wanted)).token_ids)})
+    received = await read_request(request)
+    requested = chat_request(chat_of(received.body))
+    return web.json_response({"input_tokens": len((await received.gateway.rendered(requested)).token_ids)})
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,6 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(message: Any, field: str) -> Iterator[dict[str, Any]]:
-    """Yields a message as OpenAI's: the results of tools are messages of their own."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise InvalidValue(field, message, "an object with a role (user or assistant) and a content")
     content = message.get("content")
@@ -120,7 +119,7 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
 
 
-def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
+def _blocks(reply: ChatReply) -> Iterator[dict[str, Any]]:
     if reply.reasoning is not None:
         yield {"type": "thinking", "thinking": reply.reasoning, "signature": ""}
     if reply.content or not reply.tool_calls:
@@ -171,7 +170,6 @@ async def _events(head: Mapping[str, Any], turn: RunningTurn) -> AsyncIterator[b
 
 
 def _next_block(blocks: list[str], kind: str, block: Mapping[str, Any]) -> Sequence[bytes]:
-    """Returns the events that end the last block and begin another one."""
     ended = [_event("content_block_stop", index=len(blocks) - 1)] if blocks else []
     blocks.append(kind)
     return [*ended, _event("content_block_start", index=len(blocks) - 1, content_block=block)]

@@ -7,8 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dora.agents.front.asked import Wanted, completion_wanted
-from dora.agents.front.http import DONE, event, merged, read_asked, streamed, whole
+from dora.agents.front.http import DONE, event, merged, read_request, streamed, whole
 from dora.agents.front.model import ServedModel
 from dora.agents.front.protocols.chat import reply_of
 from dora.agents.front.protocols.parts import (
@@ -20,33 +19,36 @@ from dora.agents.front.protocols.parts import (
     usage,
     weight_versions,
 )
+from dora.agents.front.request import TurnRequest, completion_requests
 from dora.agents.front.turns import RunningTurn
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    asked = await read_asked(request)
-    model = asked.door.model
-    await asked.door.live()
+    received = await read_request(request)
+    model = received.gateway.model
+    await received.gateway.live()
     encode = partial(model.renderer.encode, special_tokens=True)
-    prompts = await model.beside(partial(completion_wanted, asked.body, encode))
-    wanted = prompts[0]
-    turns = await asked.turns(prompts)
-    if wanted.stream:
-        return await streamed(request, asked, turns[0].version, _events(model, wanted, turns, len(prompts)))
+    prompts = await model.beside(partial(completion_requests, received.body, encode))
+    requested = prompts[0]
+    turns = await received.turns(prompts)
+    if requested.stream:
+        return await streamed(request, received, turns[0].version, _events(model, requested, turns, len(prompts)))
     for turn in turns:
         await turn.ended()
-    firsts = [turns[number - number % wanted.choices] for number in range(len(turns))]  # of each one's prompt
+    firsts = [turns[number - number % requested.choices] for number in range(len(turns))]  # of each one's prompt
     body = {
         **head("text_completion", "cmpl", turns),
         "choices": [
-            _choice(model, wanted, number, *each) for number, each in enumerate(zip(turns, firsts, strict=True))
+            _choice(model, requested, number, *each) for number, each in enumerate(zip(turns, firsts, strict=True))
         ],
         "usage": usage(turns, len(prompts)),
     }
-    return await whole(request, asked, turns[0].version, body)
+    return await whole(request, received, turns[0].version, body)
 
 
-def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn, first: RunningTurn) -> dict[str, Any]:
+def _choice(
+    model: ServedModel, requested: TurnRequest, number: int, turn: RunningTurn, first: RunningTurn
+) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": number,
         "text": reply_of(turn).content,
@@ -54,20 +56,20 @@ def _choice(model: ServedModel, wanted: Wanted, number: int, turn: RunningTurn, 
         "finish_reason": turn.finish_reason,
         "stop_reason": stop_reason(model, turn),
         "weight_versions": weight_versions(turn),
-        "prompt_logprobs": prompt_logprobs(model, wanted, first),
+        "prompt_logprobs": prompt_logprobs(model, requested, first),
     }
-    if wanted.logprobs:
-        choice["logprobs"] = _logprobs(model, wanted, turn.token_ids, turn.logprobs)
-    if wanted.returns_ids:
+    if requested.logprobs:
+        choice["logprobs"] = _logprobs(model, requested, turn.token_ids, turn.logprobs)
+    if requested.returns_ids:
         choice |= {"prompt_token_ids": turn.prompt_token_ids, "token_ids": turn.token_ids}
     return choice
 
 
 def _logprobs(
-    model: ServedModel, wanted: Wanted, token_ids: Sequence[int], logprobs: Sequence[float], first: int = 0
+    model: ServedModel, requested: TurnRequest, token_ids: Sequence[int], logprobs: Sequence[float], first: int = 0
 ) -> dict[str, Any]:
     """``first``: characters of the tokens before these."""
-    texts = [token_text(model, wanted, each) for each in token_ids]
+    texts = [token_text(model, requested, each) for each in token_ids]
     values = list(map(finite, logprobs))
     offsets = [first]
     for text in texts[:-1]:
@@ -77,16 +79,16 @@ def _logprobs(
 
 
 async def _events(
-    model: ServedModel, wanted: Wanted, turns: Sequence[RunningTurn], prompts: int
+    model: ServedModel, requested: TurnRequest, turns: Sequence[RunningTurn], prompts: int
 ) -> AsyncIterator[bytes]:
     shared, begun, characters = head("text_completion", "cmpl", turns), set[int](), Counter[int]()
     async for number, chunk in merged(turns):
         turn = turns[number]
         choice: dict[str, Any] = {"index": number, "text": chunk.piece.content, "logprobs": None, "finish_reason": None}
-        if wanted.logprobs:
-            said = _logprobs(model, wanted, chunk.token_ids, chunk.logprobs, characters[number])
+        if requested.logprobs:
+            said = _logprobs(model, requested, chunk.token_ids, chunk.logprobs, characters[number])
             choice["logprobs"], characters[number] = said, characters[number] + sum(map(len, said["tokens"]))
-        if wanted.returns_ids:
+        if requested.returns_ids:
             choice["token_ids"] = chunk.token_ids
             if number not in begun:
                 choice["prompt_token_ids"] = turn.prompt_token_ids
@@ -95,6 +97,6 @@ async def _events(
             choice |= {"finish_reason": turn.finish_reason, "stop_reason": stop_reason(model, turn)}
             choice["weight_versions"] = weight_versions(turn)
         yield event({**shared, "choices": [choice]})
-    if wanted.usage:
+    if requested.usage:
         yield event({**shared, "choices": [], "usage": usage(turns, prompts)})
     yield DONE

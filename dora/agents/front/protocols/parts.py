@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from dora.agents.front.asked import MODEL, Wanted
 from dora.agents.front.model import ServedModel
+from dora.agents.front.request import MODEL, TurnRequest
 from dora.agents.front.turns import NO_LOGPROB, RunningTurn
 from dora.errors import InvalidValue
 
@@ -24,9 +24,9 @@ def head(kind: str, prefix: str, turns: Sequence[RunningTurn]) -> dict[str, Any]
 
 def usage(turns: Sequence[RunningTurn], prompts: int = 1) -> dict[str, int]:
     """Returns the tokens of a reply whose turns answer ``prompts`` prompts, each the same number of times."""
-    given = sum(len(turn.prompt_token_ids) for turn in turns[:: len(turns) // prompts])
+    prompt_tokens = sum(len(turn.prompt_token_ids) for turn in turns[:: len(turns) // prompts])
     sampled = sum(len(turn.token_ids) for turn in turns)
-    return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def finite(logprob: float) -> float:
@@ -34,12 +34,12 @@ def finite(logprob: float) -> float:
 
 
 def token_logprobs(
-    model: ServedModel, wanted: Wanted, token_ids: Sequence[int], logprobs: Sequence[float]
+    model: ServedModel, requested: TurnRequest, token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> list[dict[str, Any]]:
     """Returns the logprobs of sampled tokens, as chat and ``generate`` give them."""
     found = []
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        text = token_text(model, wanted, token_id)
+        text = token_text(model, requested, token_id)
         found.append(
             {
                 "token": text,
@@ -52,9 +52,11 @@ def token_logprobs(
     return found
 
 
-def prompt_logprobs(model: ServedModel, wanted: Wanted, turn: RunningTurn) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(
+    model: ServedModel, requested: TurnRequest, turn: RunningTurn
+) -> list[dict[str, Any] | None] | None:
     """Returns vLLM's ``prompt_logprobs`` of the prompt of a request's first choice; None: they were not asked for."""
-    if not wanted.prompt_logprobs:
+    if not requested.prompt_logprobs:
         return None
     tokens = zip(turn.prompt_token_ids[1:], turn.prompt_logprobs, strict=True)
     found: list[dict[str, Any] | None] = [None]
@@ -64,8 +66,8 @@ def prompt_logprobs(model: ServedModel, wanted: Wanted, turn: RunningTurn) -> li
     return found
 
 
-def token_text(model: ServedModel, wanted: Wanted, token_id: int) -> str:
-    return f"token_id:{token_id}" if wanted.names_ids else model.tokenizer.decode([token_id], special_tokens=True)
+def token_text(model: ServedModel, requested: TurnRequest, token_id: int) -> str:
+    return f"token_id:{token_id}" if requested.names_ids else model.tokenizer.decode([token_id], special_tokens=True)
 
 
 def weight_versions(turn: RunningTurn) -> list[dict[str, int]]:

@@ -7,11 +7,11 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from dora.agents.chat.reply import Reply
-from dora.agents.front.asked import MODEL, chat_wanted
-from dora.agents.front.http import event, read_asked, streamed, whole
+from dora.agents.chat.reply import ChatReply
+from dora.agents.front.http import event, read_request, streamed, whole
 from dora.agents.front.protocols.chat import reply_of
 from dora.agents.front.protocols.parts import joined_text, listed
+from dora.agents.front.request import MODEL, chat_request
 from dora.agents.front.turns import RunningTurn
 from dora.errors import MISSING, InvalidValue, one_of
 
@@ -37,14 +37,14 @@ _UNUSED: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 async def responses(request: web.Request) -> web.StreamResponse:
-    asked = await read_asked(request)
-    wanted = chat_wanted(chat_of(asked.body))
-    (turn,) = await asked.turns([wanted])
-    head = _head(asked.body, turn)
-    if wanted.stream:
-        return await streamed(request, asked, turn.version, _events(head, turn))
+    received = await read_request(request)
+    requested = chat_request(chat_of(received.body))
+    (turn,) = await received.turns([requested])
+    head = _head(received.body, turn)
+    if requested.stream:
+        return await streamed(request, received, turn.version, _events(head, turn))
     await turn.ended()
-    return await whole(request, asked, turn.version, _whole(head, turn))
+    return await whole(request, received, turn.version, _whole(head, turn))
 
 
 def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,6 @@ def _translated(items: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _add(answer: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:
-    """Adds an item to the assistant's message that it belongs to."""
     if kind == "message":
         answer["content"] += joined_text(item.get("content"), f"{field}.content")
     elif kind == "function_call":
@@ -123,7 +122,6 @@ def _tool(tool: Any, field: str) -> dict[str, Any]:
 
 
 def _head(body: Mapping[str, Any], turn: RunningTurn) -> dict[str, Any]:
-    """Returns the fields of a response that are known as it begins."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -145,7 +143,7 @@ def _head(body: Mapping[str, Any], turn: RunningTurn) -> dict[str, Any]:
 
 
 def _whole(head: Mapping[str, Any], turn: RunningTurn) -> dict[str, Any]:
-    given, sampled = len(turn.prompt_token_ids), len(turn.token_ids)
+    input_tokens, sampled = len(turn.prompt_token_ids), len(turn.token_ids)
     is_cut = turn.finish_reason != "stop"
     return {
         **head,
@@ -153,16 +151,16 @@ def _whole(head: Mapping[str, Any], turn: RunningTurn) -> dict[str, Any]:
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": list(_items(str(head["id"]), reply_of(turn))),
         "usage": {
-            "input_tokens": given,
+            "input_tokens": input_tokens,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": given + sampled,
+            "total_tokens": input_tokens + sampled,
         },
     }
 
 
-def _items(response_id: str, reply: Reply) -> Iterator[dict[str, Any]]:
+def _items(response_id: str, reply: ChatReply) -> Iterator[dict[str, Any]]:
     name = response_id.removeprefix("resp_")
     if reply.reasoning is not None:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
@@ -209,7 +207,6 @@ class _Told:
         return event({"type": kind, "sequence_number": self._number, **parts}, kind)
 
     def text(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yields the events of more text of a message or its reasoning."""
         is_message = kind == "message"
         item_id = f"{'msg' if is_message else 'rs'}_{self._name}"
         if kind not in self._begun:
@@ -230,7 +227,6 @@ class _Told:
             yield self.event("content_part.added", item_id=item["id"], output_index=index, content_index=0, part=part)
 
     def item(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yields the events of an item that is whole."""
         place = {"item_id": item["id"], "output_index": index}
         if item["type"] not in self._begun:
             begun = {**item, "status": "in_progress", **({"arguments": ""} if "arguments" in item else {})}

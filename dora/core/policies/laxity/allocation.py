@@ -10,7 +10,7 @@ import numpy as np
 from dora.core.plan import Move
 from dora.core.policies.board import context_tokens, staying
 from dora.core.policies.laxity.moves import LevelBoard
-from dora.core.policies.laxity.reserved import Reservation, reserve
+from dora.core.policies.laxity.reserved import ReservedWorkers, reserve
 from dora.core.policies.laxity.schedule import Schedule, leading
 from dora.core.policies.laxity.tuning import TUNING
 from dora.core.policies.targets import cover, plannable, present_targets
@@ -51,23 +51,23 @@ class Allocation:
         view = self._view
         target = present_targets(view, self.leader)
         if not self._starved():
-            wanted = self._wanted({*target.values(), self.leader})
-            need = self._needs(wanted, {})
+            demand = self._demand({*target.values(), self.leader})
+            need = self._needs(demand, {})
             to_come = self._filled_by(view.groups_per_step)
             filled = sum(map(ceil, need.values())) + to_come
             self.ample = (TUNING.still_ample if self.ample else TUNING.ample) * filled <= len(target)
             if self.ample:
                 self._deal(target, need, self._spread(need, target))
             else:
-                need = self._needs(wanted, self._last.kept_free)
+                need = self._needs(demand, self._last.kept_free)
                 self._deal(target, need, self._scheduled(need, len(target)))
         cover(view, target)
         return target
 
-    def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], Reservation]:
+    def moves(self, targets: Mapping[int, int]) -> tuple[tuple[Move, ...], ReservedWorkers]:
         """The moves for these targets, and the reserved workers among those that keep their version."""
         view, schedule = self._view, self._schedule
-        reserved = Reservation.none(view)
+        reserved = ReservedWorkers.none(view)
         if schedule is not None and schedule.hurried:
             stays = staying(view, targets)
             reserved = reserve(view, stays, schedule.end_s, schedule.reserved_fill)
@@ -86,7 +86,7 @@ class Allocation:
         if self._may_begin(self.leader):
             need[self.leader] += ceil(TUNING.new_share * self._filled_by(view.admissible[self.leader]))
         # excludes workers that empty for it
-        working = np.flatnonzero((workers.held > 0) & (workers.loaded == workers.target))
+        working = np.flatnonzero((workers.assigned > 0) & (workers.loaded == workers.target))
         works = Counter(map(target.get, working.tolist()))
         kept = {v: least if v == self.leader else max(least, works[v]) for v, least in need.items()}
         return kept if sum(kept.values()) <= len(target) else _shared(need, len(target))
@@ -134,7 +134,7 @@ class Allocation:
                 else:
                     break
 
-    def _wanted(self, versions: set[int]) -> dict[int, tuple[int, float]]:
+    def _demand(self, versions: set[int]) -> dict[int, tuple[int, float]]:
         """By version, in order: its unfinished requests and their KV, now or at the horizon, whichever is more."""
         of_version = self._view.requests.version[self._unfinished]
         first = int(of_version.min(initial=0))
@@ -144,10 +144,10 @@ class Allocation:
         found = {first + place: each for place, each in enumerate(zip(counts, kv, strict=True)) if each[0]}
         return {version: found.get(version, (0, 0.0)) for version in sorted(versions | found.keys())}
 
-    def _needs(self, wanted: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
+    def _needs(self, demand: Mapping[int, tuple[int, float]], kept_free: Mapping[int, float]) -> dict[int, float]:
         """Workers that each version needs for its requests and their KV. The leading version needs at least one."""
         need: dict[int, float] = {}
-        for version, (requests, kv) in wanted.items():
+        for version, (requests, kv) in demand.items():
             least = 1 if requests or version == self.leader else 0
             kv += kept_free.get(version, 0.0)
             need[version] = max(least, kv / (self._kv_tokens or 1.0), requests / self._slots)
@@ -177,11 +177,9 @@ class Allocation:
         return not has and not len(view.backlog_longest) and not view.admits(self.leader)
 
     def _may_begin(self, version: int) -> bool:
-        """Whether a prompt waits and this version may still admit it."""
         return len(self._view.backlog_longest) > 0 and self._view.admits(version)
 
     def _ends(self, version: int) -> bool:
-        """Whether this version is in its last step or can admit no more groups."""
         view = self._view
         return version + view.window - 1 <= view.newest or not view.admits(version)
 

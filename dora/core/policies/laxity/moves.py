@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from dora.core.policies.board import Board
-from dora.core.policies.laxity.reserved import Reservation
+from dora.core.policies.laxity.reserved import ReservedWorkers
 from dora.core.policies.laxity.tuning import TUNING
 from dora.core.table import Column
 from dora.core.view import View
@@ -17,13 +17,13 @@ class LevelBoard(Board):
     ``later``: by row, KV of each request at that time.
     """
 
-    def __init__(self, view: View, targets: Mapping[int, int], reserved: Reservation, later: Column) -> None:
+    def __init__(self, view: View, targets: Mapping[int, int], reserved: ReservedWorkers, later: Column) -> None:
         super().__init__(view, targets)
         self._reserved, self._later = reserved, later
         rows = np.flatnonzero(self.requests.unfinished & (self.requests.worker >= 0))
-        self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.held))
+        self._ahead = np.bincount(self.requests.worker[rows], weights=later[rows], minlength=len(self.assigned))
         # by index: KV as a share of its limit. It is kept up to date, as every move searches for the least
-        self._level = np.full(len(self.held), np.inf)
+        self._level = np.full(len(self.assigned), np.inf)
         for_all = TUNING.fill * np.maximum(self.kv, self._ahead)
         np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
 
@@ -37,9 +37,9 @@ class LevelBoard(Board):
         for row, left in zip(rows[order].tolist(), remaining[order].tolist(), strict=True):
             if not self._move_on(row):
                 self.set_aside(row, left * self.token_s(self.index_of(row)))
-        held, slots, kv_tokens = self.held, self.workers.slots, TUNING.fill * self.workers.kv_tokens
+        assigned, slots, kv_tokens = self.assigned, self.workers.slots, TUNING.fill * self.workers.kv_tokens
         for row, index in self._reserved.to.items():  # even if that worker has other requests to give away first
-            fits = held[index] < slots[index] and kv_tokens[index] >= self._filled(row, index)
+            fits = assigned[index] < slots[index] and kv_tokens[index] >= self._filled(row, index)
             if fits and requests.movable[row] and self.stays[requests.worker[row]]:
                 self.move(row, index)
         stay = np.flatnonzero(self.stays)
@@ -53,14 +53,14 @@ class LevelBoard(Board):
         """
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
-        levels = np.where(self.held[peers] < slots[peers], self._level[peers], np.inf)
+        levels = np.where(self.assigned[peers] < slots[peers], self._level[peers], np.inf)
         levels[peers == source] = np.inf
         place = int(levels.argmin()) if len(levels) else 0
         if not len(levels) or levels[place] == np.inf:
             return False
         reserved = self._reserved.to.get(row, -1)
-        target = reserved if reserved >= 0 and self.held[reserved] < slots[reserved] else int(peers[place])
-        if self.held[target] and self._filled(row, target) * TUNING.fill > level * self._reserved.cap[target]:
+        target = reserved if reserved >= 0 and self.assigned[reserved] < slots[reserved] else int(peers[place])
+        if self.assigned[target] and self._filled(row, target) * TUNING.fill > level * self._reserved.cap[target]:
             return False
         self.move(row, target)
         return True
@@ -73,7 +73,7 @@ class LevelBoard(Board):
         """
         peers = self.peers(int(self.workers.loaded[index]))
         largest: list[int] | None = None
-        while len(peers) > 1 and self.held[index] > 1 and (level := float(self._level[index])) > TUNING.pressed:
+        while len(peers) > 1 and self.assigned[index] > 1 and (level := float(self._level[index])) > TUNING.pressed:
             if level - float(self._level[peers].min()) < TUNING.level_gap:
                 return
             if largest is None:
@@ -84,7 +84,6 @@ class LevelBoard(Board):
                 return
 
     def _filled(self, row: int, index: int) -> float:
-        """KV of a worker with this request added."""
         return float(max(self.kv[index] + self.context[row], self._ahead[index] + self._later[row]))
 
     def _add(self, row: int, index: int) -> None:

@@ -38,7 +38,7 @@ class LaxityPolicy(BasePolicy):
     def dispatch(self, dispatcher: Dispatcher) -> None:
         self._forecasts.clear()
         if dispatcher.newest != self._newest or not any(
-            worker.held for worker in dispatcher.workers_of(dispatcher.newest)
+            worker.assigned for worker in dispatcher.workers_of(dispatcher.newest)
         ):
             self._newest, self._waited = dispatcher.newest, dispatcher.backlog.arrivals
         if self._reservations.refresh(dispatcher) or dispatcher.backlog.changes != self._changes:
@@ -47,7 +47,7 @@ class LaxityPolicy(BasePolicy):
         super().dispatch(dispatcher)
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        free_slots = worker.slots - worker.held
+        free_slots = worker.slots - worker.assigned
         if worker.is_empty:  # regardless of its last report
             return 1.0
         if free_slots <= 0 or worker.waiting:  # requests that wait inside the engine go first
@@ -87,7 +87,7 @@ class LaxityPolicy(BasePolicy):
                 entry = self._late(dispatcher, version, dispatcher.backlog.arrivals)
         if entry is None:
             self._no_fit.add(version)
-            if version == schedule.leader and not any(worker.held for worker in dispatcher.workers_of(version)):
+            if version == schedule.leader and not any(worker.assigned for worker in dispatcher.workers_of(version)):
                 return dispatcher.backlog.first()  # regardless of the forecast: the version has nothing to wait for
         return entry
 
@@ -105,7 +105,6 @@ class LaxityPolicy(BasePolicy):
         return entry if entry is not None and reservations.reserve(version, entry, late=True) else None
 
     def _first(self, dispatcher: Dispatcher, version: int, limit: float) -> QueuedPrompt | None:
-        """The prompt that has waited longest among those that fit."""
         short = (entry for entry in dispatcher.backlog if entry.longest_tokens <= limit)
         tried = islice(short, TUNING.tries)
         return next((entry for entry in tried if self._reservations.reserve(version, entry)), None)
@@ -126,20 +125,19 @@ class LaxityPolicy(BasePolicy):
         return None
 
     def _sparse(self, dispatcher: Dispatcher, version: int) -> bool:
-        """Whether this version's slots would run out before its KV."""
         hosts = dispatcher.workers_of(version)
         slots, kv_tokens = sum(worker.slots for worker in hosts), sum(worker.kv_tokens for worker in hosts)
-        held, kv = sum(worker.held for worker in hosts), sum(worker.kv_expected for worker in hosts)
-        return bool(slots) and held / slots > kv / kv_tokens + TUNING.dense
+        assigned, kv = sum(worker.assigned for worker in hosts), sum(worker.kv_expected for worker in hosts)
+        return bool(slots) and assigned / slots > kv / kv_tokens + TUNING.dense
 
     def _forecast(self, dispatcher: Dispatcher, worker: Worker) -> list[float]:
         """KV of a worker after TUNING.engine_tokens. Plain numbers are faster than numpy for so few values."""
         forecast = self._forecasts.get(worker.index)
         if forecast is None:
             rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
-            held, context = rows_forecast(dispatcher, rows, ENGINE_GRID)
+            assigned, context = rows_forecast(dispatcher, rows, ENGINE_GRID)
             # token counts may be stale: the engine's own sum is newer
-            forecast = self._forecasts[worker.index] = (held + (worker.kv_expected - context)).tolist()
+            forecast = self._forecasts[worker.index] = (assigned + (worker.kv_expected - context)).tolist()
         return forecast
 
     def observe(self, dispatcher: Dispatcher) -> None:
@@ -157,7 +155,7 @@ class LaxityPolicy(BasePolicy):
     def successor(self, dispatcher: Dispatcher) -> int | None:
         """The newest version if KV is ample. A plan would give the same answer and take a thousand times as long."""
         leads = self._leader == dispatcher.newest and any(
-            worker.held for worker in dispatcher.workers_of(dispatcher.newest)
+            worker.assigned for worker in dispatcher.workers_of(dispatcher.newest)
         )
         return dispatcher.newest if self._reservations.last.ample and leads else None
 
@@ -181,7 +179,6 @@ class LaxityPolicy(BasePolicy):
         return moves
 
     def _most(self, worker: Worker) -> float:
-        """The KV limit of a worker."""
         version, most = self._caps.get(worker.index, (-1, 0.0))
         if version == worker.hosts:
             return most

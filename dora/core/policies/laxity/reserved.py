@@ -90,7 +90,7 @@ class Reserved:
 
 
 @dataclass(slots=True)
-class Reservation:
+class ReservedWorkers:
     """The reserved workers of one plan. It holds only KV limits if no response is in a hurry."""
 
     cap: Column  # by index: KV limit
@@ -99,18 +99,18 @@ class Reservation:
     to: dict[int, int] = field(default_factory=dict)  # row -> index, for requests that should move
 
     @classmethod
-    def none(cls, view: View) -> "Reservation":
+    def none(cls, view: View) -> "ReservedWorkers":
         kv_tokens = TUNING.fill * view.workers.kv_tokens.astype(np.float64)
         return cls(kv_tokens, np.zeros(len(view.requests.tokens), dtype=bool))
 
 
-def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> Reservation:
+def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> ReservedWorkers:
     """The reserved workers of all versions among those that keep theirs (``stays``, bool by index).
 
     ``end_s``: the time by which a version's last response should end. ``fill``: share of its KV that a reserved worker
     uses.
     """
-    found, requests, workers, cost = Reservation.none(view), view.requests, view.workers, view.cost
+    found, requests, workers, cost = ReservedWorkers.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
     if cost is None or not len(rows):
         return found
@@ -121,7 +121,7 @@ def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: floa
     for version in np.unique(versions).tolist():
         free = np.flatnonzero(stays & (workers.loaded == version))
         if len(free):
-            full_s = cost.decode_step_s(max(1, int(workers.held[free].mean())), float(found.cap[free].mean()))
+            full_s = cost.decode_step_s(max(1, int(workers.assigned[free].mean())), float(found.cap[free].mean()))
             left_s = end_s(version) - view.now_s
             late = np.flatnonzero((versions == version) & (left_s / remaining < full_s))
             far = _Far.of(requests, rows[late], remaining[late], left_s, cost.matmul_s(1))
@@ -150,7 +150,7 @@ class _Far:
         return cls(*(column[order] for column in (rows, requests.worker[rows], shares, parts, needed_s)))
 
 
-def _open(found: Reservation, view: View, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
+def _open(found: ReservedWorkers, view: View, cost: CostModel, far: _Far, free: Column, least_fill: float) -> None:
     """Reserves as many of the ``free`` indexes as these responses fill, and assigns the responses."""
     found.hurried[far.rows] = True
     kv_tokens, opened = float(found.cap[free].mean()), list[Reserved]()
@@ -189,15 +189,15 @@ def _share_now(context: Column, remaining: Column) -> Column:
 
 
 def _reserved(index: int, pace_s: float, cost: CostModel, view: View, most: float, least: float) -> Reserved:
-    held, least_kv = max(1, int(view.workers.held[index])), least * float(view.workers.kv_tokens[index])
-    fastest_s = cost.decode_step_s(held, least_kv)
+    assigned, least_kv = max(1, int(view.workers.assigned[index])), least * float(view.workers.kv_tokens[index])
+    fastest_s = cost.decode_step_s(assigned, least_kv)
     if pace_s <= fastest_s:
         return Reserved(index, fastest_s, least_kv)
     costs = cost.kv_token_s > 0.0  # otherwise a full worker is as fast
-    return Reserved(index, pace_s, min(cost.kv_tokens_at(held, pace_s), most) if costs else most)
+    return Reserved(index, pace_s, min(cost.kv_tokens_at(assigned, pace_s), most) if costs else most)
 
 
-def _assign(found: Reservation, opened: Sequence[Reserved], far: _Far) -> None:
+def _assign(found: ReservedWorkers, opened: Sequence[Reserved], far: _Far) -> None:
     """Keeps each response in place if its worker is fast enough, then gives the others to the slowest one that is."""
     fastest_s = min((worker.pace_s for worker in opened), default=0.0)
     elsewhere: list[tuple[int, float, float]] = []

@@ -20,8 +20,6 @@ from dora.core.table import Column
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedule at one moment."""
-
     workers: int  # of all versions
     window: int  # steps that a version is hosted for: the window, or fewer if there are few workers
     newest: int
@@ -36,16 +34,13 @@ class Schedule:
     least_end_s: Mapping[int, float] = field(default_factory=dict)
 
     def end_s(self, version: int) -> float:
-        """The time by which a version's last response should end."""
         steps = version + self.window - 1 - self.newest
         return max(self.next_s + (steps - TUNING.margin_step) * self.step_s, self.least_end_s.get(version, 0.0))
 
     def due(self, version: int) -> bool:
-        """Whether this version should end with the newest version's step."""
         return version <= self.newest - self.window + 1
 
     def taken_up(self, version: int) -> bool:
-        """Whether workers take up this version."""
         return (self.leader - version) % self.stride == 0
 
     def age(self, version: int, at_s: Column | float) -> Column:
@@ -157,7 +152,6 @@ def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: fl
 
 
 def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
-    """None if the engine's cost or the lengths of prompts are unknown."""
     worker, mix = next(iter(dispatcher.workers()), None), dispatcher.rates.mix
     if dispatcher.cost is None or worker is None or not workers or not len(mix.classes()):
         return None
@@ -169,7 +163,6 @@ def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
 
 
 def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:
-    """By version: tokens to generate of its longest response."""
     rows, requests = dispatcher.unfinished(), dispatcher.requests
     columns = (requests[name][rows] for name in ("expected", "log_mean", "log_sd", "tokens", "max_tokens"))
     versions, tokens = requests["version"][rows], expected_remaining(*columns)

@@ -19,9 +19,9 @@ from dora.core.rules.admission import attempt_id
 from dora.core.rules.selection import REDUNDANT
 from dora.journal.records import CLOSED
 from dora.lab.sim.faults.fault import Fault
-from dora.lab.sim.faults.service import Kept, cut
+from dora.lab.sim.faults.service import PersistedState, cut
 from dora.lab.sim.faults.unreliable import UnreliableWorld
-from dora.lab.sim.ledger import Group, Ledger, Lost, Response, Violation
+from dora.lab.sim.ledger import Lost, SimGroup, SimLedger, SimResponse, Violation
 from dora.lab.sim.worker import SimWorker
 from dora.lab.sim.workload import SimPrompt
 from dora.orchestrator.recovery.reattachment import without_doubles
@@ -41,15 +41,15 @@ def crash(world: UnreliableWorld, fault: Fault) -> None:
     world.check_replay()
     log, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
     count = log.relied_on + round(fault.amount * (log.appended - log.relied_on))
-    kept = world.service.kept(count)
+    persisted = world.service.persisted(count)
     if count == log.appended:
-        check_kept(world.machine, kept)
+        check_persisted(world.machine, persisted)
     cut(log, count, world.incarnation + 1)
-    world.prompts_again += rewind(world.ledger, world.archive, world.dropped, kept)
+    world.prompts_again += rewind(world.ledger, world.archive, world.dropped, persisted)
     members = _members(world, random)
-    world.begin_incarnation(kept)
+    world.begin_incarnation(persisted)
     at_once = [worker for worker, late_s in members if not late_s]
-    restored = with_members(kept.restored, [world.hello(worker) for worker in at_once])
+    restored = with_members(persisted.restored, [world.hello(worker) for worker in at_once])
     for worker in at_once:
         world.enter(worker)
     world.post(restored)
@@ -74,30 +74,33 @@ def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, fl
     return found
 
 
-def check_kept(machine: Machine, kept: Kept) -> None:
+def check_persisted(machine: Machine, persisted: PersistedState) -> None:
     """If no record is lost, the journal must restore the state that the core reports. Raises Violation."""
-    durable, found = restoring.durable(machine.state), kept.restored
+    durable, found = restoring.durable(machine.state), persisted.restored
     differing = [name for name in SAME if getattr(durable, name) != getattr(found, name)]
     by_name = {group.group_id: group for group in found.groups}
     differing += [
         each.group_id
         for each in durable.groups
-        if each.group_id not in by_name or _kept_of(by_name[each.group_id]) != _kept_of(each)
+        if each.group_id not in by_name or _persisted_of(by_name[each.group_id]) != _persisted_of(each)
     ]
-    no_given = np.zeros(0, np.int32)  # the journal does not say whether a worker has the given tokens of a turn
-    requests = [replace(each.requests, given=no_given) for each in (durable, found)]
+    no_inputs = np.zeros(0, np.int32)  # the journal does not say whether a worker has the environment tokens of a turn
+    requests = [replace(each.requests, given=no_inputs) for each in (durable, found)]
     if requests[0] != requests[1] or sorted(durable.finished) != sorted(found.finished):
         differing.append("requests")
     if differing or len(durable.groups) != len(by_name):
         raise Violation(f"the journal says otherwise than the core of {', '.join(differing) or 'groups'} (C2)")
 
 
-def _kept_of(group: on.RestoredGroup) -> tuple[int, tuple[float, ...]]:
+def _persisted_of(group: on.RestoredGroup) -> tuple[int, tuple[float, ...]]:
     return group.deadline, group.rewards
 
 
 def rewind(
-    ledger: Ledger, archive: dict[str, tuple[Group, list[Response]]], dropped: dict[str, str], kept: Kept
+    ledger: SimLedger,
+    archive: dict[str, tuple[SimGroup, list[SimResponse]]],
+    dropped: dict[str, str],
+    persisted: PersistedState,
 ) -> list[SimPrompt]:
     """Rewinds the ledger to the kept records. Returns the prompts to draw again: those on offer, and those of groups
     whose admission was lost.
@@ -105,7 +108,7 @@ def rewind(
     ``archive``: all groups that ever existed. ``dropped``: reasons of the dropped ones. Raises Lost if a record that
     others relied on is missing.
     """
-    names = {group.group_id for group in kept.groups}
+    names = {group.group_id for group in persisted.groups}
     unsaid = [group_id for group_id in ledger.groups if group_id not in names]
     if taken := [group_id for group_id in unsaid if group_id in ledger.received]:
         raise Lost(f"{', '.join(taken)}: in the trainer's hands, and the journal does not know them (C2)")
@@ -115,9 +118,9 @@ def rewind(
         for request_id in ledger.groups.pop(group_id).request_ids:
             del ledger.responses[request_id]
     ledger.admitted -= len(unsaid)
-    counts, ends = kept.restored.requests.tokens.tolist(), kept.requests.ends.tolist()
+    counts, ends = persisted.restored.requests.tokens.tolist(), persisted.requests.ends.tolist()
     position = 0
-    for live in kept.groups:
+    for live in persisted.groups:
         group, responses = archive[live.group_id]
         if live.group_id not in ledger.groups:  # the record of its drop was lost
             reason = dropped.pop(live.group_id)
@@ -129,7 +132,7 @@ def rewind(
         group.step, group.started = live.step, group.prompt.at_once
         group.unscored, group.rewards = group.started, set()
         if group.prompt.sessions:
-            responses = _sessions_again(ledger, live.group_id, group, kept, position)
+            responses = _sessions_again(ledger, live.group_id, group, persisted, position)
             archive[live.group_id] = group, responses
         for response in responses:
             if counts[position] > response.tokens:
@@ -137,31 +140,33 @@ def rewind(
                     f"{live.group_id} has {counts[position]} tokens in the journal, of {response.tokens} (C2)"
                 )
             response.tokens, response.finished = counts[position], bool(ends[position]) and not response.idle
-            verdict = kept.requests.verdicts.get(position)
+            verdict = persisted.requests.verdicts.get(position)
             group.unscored -= verdict is not None
             group.rewards |= {verdict.value} if verdict is not None and verdict.valid else set()
             position += 1
         group.grow()
-    if {each.version for each in kept.restored.rejected} != ledger.rejected:
+    if {each.version for each in persisted.restored.rejected} != ledger.rejected:
         raise Violation(f"{sorted(ledger.rejected)} are rejected, and the journal does not know it")
-    ledger.window = kept.restored.window_versions
+    ledger.window = persisted.restored.window_versions
     ledger.received = []
     _end_evaluations(ledger)
     return again
 
 
-def _sessions_again(ledger: Ledger, group_id: str, group: Group, kept: Kept, position: int) -> list[Response]:
+def _sessions_again(
+    ledger: SimLedger, group_id: str, group: SimGroup, persisted: PersistedState, position: int
+) -> list[SimResponse]:
     """A group's sessions as the kept records have them; replacements may be lost. ``position``: of the first."""
-    again: dict[str, Response] = {}
+    again: dict[str, SimResponse] = {}
     for index in range(len(group.request_ids)):
         at = position + index
-        name = attempt_id(f"{group_id}.{index}", int(kept.requests.attempts[at]))
+        name = attempt_id(f"{group_id}.{index}", int(persisted.requests.attempts[at]))
         before = ledger.responses.get(name)
-        response = again[name] = Response.of(group_id, group.version, index, group.prompt)
-        runs, end = runs_of(kept.requests.turns.get(at, ())), int(kept.requests.ends[at])
+        response = again[name] = SimResponse.of(group_id, group.version, index, group.prompt)
+        runs, end = runs_of(persisted.requests.turns.get(at, ())), int(persisted.requests.ends[at])
         response.turn += len(runs)
         response.forked = bool(runs) and runs[-1].is_fork
-        response.tokens = before.tokens if before is not None else int(kept.restored.requests.tokens[at])
+        response.tokens = before.tokens if before is not None else int(persisted.restored.requests.tokens[at])
         response.ended, response.idle = end >= CLOSED, 0 < end < CLOSED or (not end and response.turn < 0)
     for request_id in group.request_ids:
         ledger.responses.pop(request_id, None)
@@ -170,14 +175,13 @@ def _sessions_again(ledger: Ledger, group_id: str, group: Group, kept: Kept, pos
     return list(again.values())
 
 
-def _end_evaluations(ledger: Ledger) -> None:
-    """Ends all evaluations: their callers see their streams end."""
-    for asked in ledger.evaluations.values():
-        asked.ended = True
-        for group in asked.groups.values():
+def _end_evaluations(ledger: SimLedger) -> None:
+    for evaluation in ledger.evaluations.values():
+        evaluation.ended = True
+        for group in evaluation.groups.values():
             for request_id in group.request_ids:
                 del ledger.responses[request_id]
-        asked.groups.clear()
+        evaluation.groups.clear()
 
 
 def with_members(restored: on.Restored, joined: Iterable[on.WorkerJoined | on.PoolJoined]) -> on.Restored:

@@ -12,8 +12,8 @@ from dora.errors import InvalidValue, one_of
 from dora.lab.sim.faults.crash import crash
 from dora.lab.sim.faults.fault import Fault, pick
 from dora.lab.sim.faults.handoff_faults import kill_in_handoff, migrate, strand
-from dora.lab.sim.faults.pool_faults import befall_pool
-from dora.lab.sim.faults.session_faults import befall_session
+from dora.lab.sim.faults.pool_faults import inject_into_pool
+from dora.lab.sim.faults.session_faults import inject_into_session
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.faults.unsteady import SILENCE_LIMIT_S, STALL_LIMIT_S, TRAINER_LIMIT_S
 from dora.lab.sim.faults.wire import GAP_LIMIT_S, Trouble
@@ -39,9 +39,7 @@ REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of fault: its meaning, its effect, and its relative frequency."""
-
+class FaultKind:
     meaning: str
     strike: Callable[[UnreliableWorld, Fault], None]
     weight: float = 1.0
@@ -77,8 +75,6 @@ def strike(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _on_worker(strike: Callable[[UnreliableWorld, Fault, SimWorker], None]) -> Callable[[UnreliableWorld, Fault], None]:
-    """A fault that applies to one running worker, if there is any."""
-
     def struck(world: UnreliableWorld, fault: Fault) -> None:
         worker = pick(world.running(), fault.subject)
         if worker is not None:
@@ -132,7 +128,7 @@ def _join(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _leave(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    world.ask(on.DrainAsked(worker.worker_id))
+    world.ask(on.DrainRequested(worker.worker_id))
 
 
 # ------------------------------------------------------------------------------------------- trainer and orchestrator
@@ -198,7 +194,6 @@ def _end(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _evaluate(world: UnreliableWorld, fault: Fault) -> None:
-    """Asks for an evaluation with any version and share, or cancels a running one."""
     running, subject, newest = world.machine.state.evaluations.running, fault.subject, world.machine.state.window.newest
     if running and subject % 4 == 0:
         world.ask(on.EvaluationCancelled(pick(list(running), subject // 4) or "", "asked for"))
@@ -211,19 +206,18 @@ def _evaluate(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _rebalance(world: UnreliableWorld, fault: Fault) -> None:
-    world.ask(on.RebalanceAsked())
+    world.ask(on.RebalanceRequested())
 
 
 def _open(world: UnreliableWorld, fault: Fault) -> None:
-    """A caller opens a group of a version of its choice, which the window may forbid."""
     state = world.machine.state
     version = state.window.newest - fault.subject % 4
     if state.exhausted or state.window.admissible(version) < 1:
-        world.ask(on.GroupAsked(on.OfferedPrompt("p-none", "task", 5, 1, 60), version), refused=True)
+        world.ask(on.GroupRequested(on.OfferedPrompt("p-none", "task", 5, 1, 60), version), refused=True)
         return
     for prompt in world.drawn(1):
         world.service.read(prompt)
-        world.post(on.GroupAsked(world.known_prompt(prompt.prompt_id), version))
+        world.post(on.GroupRequested(world.known_prompt(prompt.prompt_id), version))
 
 
 def _cancel(world: UnreliableWorld, fault: Fault) -> None:
@@ -253,8 +247,8 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
         on.PromptsOffered((on.OfferedPrompt("p", "task", 5, 1, 60),) * 999),
         on.GroupCancelled("g-none", "asked for"),
         on.PromptCancelled("p-none"),
-        on.MigrateAsked("g-none.0", name),
-        on.DrainAsked("w-none"),
+        on.MigrationRequested("g-none.0", name),
+        on.DrainRequested("w-none"),
         *((on.WorkerJoined(name, 1_000_000, 6, 400),) if name in state.workers else ()),
     )
     ignored: tuple[on.Event, ...] = (
@@ -268,34 +262,40 @@ def _stale(world: UnreliableWorld, fault: Fault) -> None:
     world.ask((*refused, *ignored)[chosen], refused=chosen < len(refused))
 
 
-KINDS: Final[dict[str, Kind]] = {
-    "kill": Kind("a worker dies, at any point of its life", _on_worker(_kill)),
-    "handoff": Kind("source or target die when a handoff comes to a phase", kill_in_handoff, 2.0),
-    "slow": Kind("a worker takes up to 20 times longer for a while", _on_worker(_slow)),
-    "hang": Kind("a worker stands still for a while, or for too long", _on_worker(_hang)),
-    "partition": Kind("one direction between a worker and the orchestrator is silent", _on_worker(_partition)),
-    "lose": Kind("a message never arrives", _trouble(Trouble.LOST), 0.5),
-    "delay": Kind("a message arrives late", _trouble(Trouble.LATE)),
-    "duplicate": Kind("a message arrives twice", _trouble(Trouble.DUPLICATED), 0.5),
-    "reorder": Kind("a message is overtaken by later ones", _trouble(Trouble.OVERTAKEN), 0.5),
-    "copy": Kind("copies, reservations, loads or starts fail", _on_worker(_refuse), 2.0),
-    "trainer": Kind("the trainer is lost before or after a commit, or asks twice", _trainer),
-    "crash": Kind("the orchestrator dies, and starts again with what its journal has kept", crash, 0.3),
-    "join": Kind("a worker joins", _join, 0.5),
-    "leave": Kind("a worker is drained and leaves", _on_worker(_leave), 0.5),
-    "migrate": Kind("an operator moves a request", migrate),
-    "rebalance": Kind("an operator asks for a re-balancing", _rebalance, 0.5),
-    "cancel": Kind("a group is cancelled, with a reason, or a prompt taken back", _cancel),
-    "stale": Kind("an event that is wrong or too late", _stale),
-    "end": Kind("prompts run out, or the service drains", _end, 0.2),
+KINDS: Final[dict[str, FaultKind]] = {
+    "kill": FaultKind("a worker dies, at any point of its life", _on_worker(_kill)),
+    "handoff": FaultKind("source or target die when a handoff comes to a phase", kill_in_handoff, 2.0),
+    "slow": FaultKind("a worker takes up to 20 times longer for a while", _on_worker(_slow)),
+    "hang": FaultKind("a worker stands still for a while, or for too long", _on_worker(_hang)),
+    "partition": FaultKind("one direction between a worker and the orchestrator is silent", _on_worker(_partition)),
+    "lose": FaultKind("a message never arrives", _trouble(Trouble.LOST), 0.5),
+    "delay": FaultKind("a message arrives late", _trouble(Trouble.LATE)),
+    "duplicate": FaultKind("a message arrives twice", _trouble(Trouble.DUPLICATED), 0.5),
+    "reorder": FaultKind("a message is overtaken by later ones", _trouble(Trouble.OVERTAKEN), 0.5),
+    "copy": FaultKind("copies, reservations, loads or starts fail", _on_worker(_refuse), 2.0),
+    "trainer": FaultKind("the trainer is lost before or after a commit, or asks twice", _trainer),
+    "crash": FaultKind("the orchestrator dies, and starts again with what its journal has kept", crash, 0.3),
+    "join": FaultKind("a worker joins", _join, 0.5),
+    "leave": FaultKind("a worker is drained and leaves", _on_worker(_leave), 0.5),
+    "migrate": FaultKind("an operator moves a request", migrate),
+    "rebalance": FaultKind("an operator asks for a re-balancing", _rebalance, 0.5),
+    "cancel": FaultKind("a group is cancelled, with a reason, or a prompt taken back", _cancel),
+    "stale": FaultKind("an event that is wrong or too late", _stale),
+    "end": FaultKind("prompts run out, or the service drains", _end, 0.2),
     # last, so that the seeds of the other kinds stay the same
-    "strand": Kind("a source dies in a handoff, and then something happens to what is left of it", strand),
-    "storage": Kind("storage is full for a while: nothing may be admitted", _storage, 0.5),
-    "publish": Kind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
-    POOL: Kind("requests are parked, and a pool is lost, silent, refuses or drops what it holds", befall_pool, 2.0),
-    "evaluate": Kind("an evaluation is asked for, or ends early", _evaluate),
-    "stall": Kind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
-    "lease": Kind("the trainer keeps its connection and commits nothing, for a while or for ever", _stall_trainer, 0.5),
-    SESSION: Kind("an environment fails, stands still, ends early or asks what it must not", befall_session, 2.0),
-    "open": Kind("a caller opens a group of a version of its choice, which the window may forbid", _open, 0.5),
+    "strand": FaultKind("a source dies in a handoff, and then something happens to what is left of it", strand),
+    "storage": FaultKind("storage is full for a while: nothing may be admitted", _storage, 0.5),
+    "publish": FaultKind("the trainer publishes what no worker can reproduce, and then publishes it anew", _publish),
+    POOL: FaultKind(
+        "requests are parked, and a pool is lost, silent, refuses or drops what it holds", inject_into_pool, 2.0
+    ),
+    "evaluate": FaultKind("an evaluation is asked for, or ends early", _evaluate),
+    "stall": FaultKind("a worker reports and yields no token, for a while or for ever", _on_worker(_stall), 0.5),
+    "lease": FaultKind(
+        "the trainer keeps its connection and commits nothing, for a while or for ever", _stall_trainer, 0.5
+    ),
+    SESSION: FaultKind(
+        "an environment fails, stands still, ends early or asks what it must not", inject_into_session, 2.0
+    ),
+    "open": FaultKind("a caller opens a group of a version of its choice, which the window may forbid", _open, 0.5),
 }

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Handoff, Kind, Phase
+from dora.core.handoff.table import Handoff, HandoffKind, Phase
 from dora.lab.sim.faults.fault import Fault, pick
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.faults.unsteady import SILENCE_LIMIT_S
@@ -37,17 +37,17 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
     The target dies, refuses the snapshot or hangs; the group is cancelled; the source returns and dies again; or
     nothing happens, and the target takes the request.
     """
-    befalls = AFTERMATHS[fault.subject // 64 % len(AFTERMATHS)]
+    injected = AFTERMATHS[fault.subject // 64 % len(AFTERMATHS)]
 
     def end_source(handoff: Handoff) -> None:
         source, target = world.end(handoff.source), world.end(handoff.target)
         if source is None or target is None:
             return
         world.lose(source, "killed")
-        if befalls is _refuse:  # must take effect before the target is asked to copy in
+        if injected is _refuse:  # must take effect before the target is asked to copy in
             _refuse(world, handoff, target)
         else:
-            world.after(fault.amount * STRANDED_MOST_S, _if_stranded, world, handoff, target, befalls)
+            world.after(fault.amount * STRANDED_MOST_S, _if_stranded, world, handoff, target, injected)
 
     _at_phase(world, Phase.FROZEN, 1, end_source)
     migrate(world, fault)
@@ -67,7 +67,7 @@ def migrate(world: UnreliableWorld, fault: Fault) -> None:
     strays = not hosts or fault.subject // 64 % 8 == 0
     target = pick(list(state.workers) if strays else hosts, fault.subject // 512)
     if target is not None:
-        world.ask(on.MigrateAsked(state.request_id[row], target))
+        world.ask(on.MigrationRequested(state.request_id[row], target))
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
@@ -99,9 +99,9 @@ def _if_alive(action: Callable[[], Any], worker: SimWorker) -> None:
 Aftermath = Callable[[UnreliableWorld, Handoff, SimWorker], None]  # the last is the target
 
 
-def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, befalls: Aftermath) -> None:
+def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, injected: Aftermath) -> None:
     if handoff.phase is Phase.STRANDED:
-        befalls(world, handoff, target)
+        injected(world, handoff, target)
 
 
 def _refuse(_world: UnreliableWorld, handoff: Handoff, target: SimWorker) -> None:
@@ -127,7 +127,7 @@ def _cancel_group(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) 
 
 def _end_source_again(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) -> None:
     if world.end(handoff.source) is None:
-        again = world.join_pool if handoff.kind is Kind.RESUME else world.join
+        again = world.join_pool if handoff.kind is HandoffKind.RESUME else world.join
         world.lose(again(handoff.source), "killed")
 
 

@@ -29,7 +29,7 @@ WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 )
 
 
-def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
+def inject_into_pool(world: UnreliableWorld, fault: Fault) -> None:
     """A worker parks some requests, and in half of the cases dies while they may be parked. Then a fault hits a
     pool.
     """
@@ -40,7 +40,7 @@ def befall_pool(world: UnreliableWorld, fault: Fault) -> None:
     park(world, worker, pool, fault)
     if fault.subject // 128 % 2 or fault.subject % 9 == 8:
         world.after(fault.amount * LATER_MOST_S, _lose, world, worker)
-    world.after(fault.amount * LATER_MOST_S * (1.0 + fault.subject // 256 % 4 / 3.0), _befall, world, fault, pool)
+    world.after(fault.amount * LATER_MOST_S * (1.0 + fault.subject // 256 % 4 / 3.0), _inject, world, fault, pool)
 
 
 def park(world: UnreliableWorld, worker: SimWorker, pool: SimPool, fault: Fault) -> None:
@@ -48,7 +48,7 @@ def park(world: UnreliableWorld, worker: SimWorker, pool: SimPool, fault: Fault)
     state = world.machine.state
     known = state.worker_at(worker.worker_id, worker.epoch)
     for row in sorted(known.rows)[: 1 + fault.subject // 64 % PARKS_MAX] if known is not None else ():
-        world.ask(on.MigrateAsked(state.request_id[row], pool.worker_id))
+        world.ask(on.MigrationRequested(state.request_id[row], pool.worker_id))
 
 
 def _lose(world: UnreliableWorld, worker: SimWorker) -> None:
@@ -56,7 +56,7 @@ def _lose(world: UnreliableWorld, worker: SimWorker) -> None:
         world.lose(worker, "killed")
 
 
-def _befall(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
+def _inject(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
     if not pool.alive:
         return
     match fault.subject % 9:

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.lab.sim.faults.service import Service, SimLog
+from dora.lab.sim.faults.service import SimLog, SimService
 from dora.lab.sim.ledger import Violation
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.workload import SimPrompt
@@ -48,7 +48,7 @@ class ServedWorld(World):
         self.logged = SimLog()  # records that the orchestrators gave to the journal
         self.prompts_left: int | None = None  # None: endless
         self.prompts_again: list[SimPrompt] = []  # drawn prompts whose further records were lost
-        self._service: Service | None = None
+        self._service: SimService | None = None
         self._offers: dict[str, on.OfferedPrompt] = {}
         self._priorities = Random(f"priorities {seed}").choice((1, 1, 1, 3))
         self._checks: dict[type, Callable[[Any], None]] = {  # in addition to the ledger's own
@@ -61,10 +61,9 @@ class ServedWorld(World):
         super().__init__(scenario, seed)
 
     @property
-    def service(self) -> Service:
-        """The present incarnation."""
+    def service(self) -> SimService:
         if self._service is None:
-            self._service = Service(self, self.logged)
+            self._service = SimService(self, self.logged)
         return self._service
 
     def take_over(self, event: on.Progress) -> None:
@@ -87,7 +86,6 @@ class ServedWorld(World):
         service.carried_out(event)
 
     def posted(self, event: on.Event) -> None:
-        """Receives an event from the executor for the core."""
         if isinstance(event, on.PromptsOffered):
             event = replace(event, prompts=tuple(self._offers[each.prompt_id] for each in event.prompts))
         elif isinstance(event, on.RequestScored):
@@ -115,12 +113,11 @@ class ServedWorld(World):
         return crc32(prompt_id.encode()) % self._priorities
 
     def prompts_s(self) -> float:
-        """Seconds until prompts are available."""
         return self.random.random() * self.habits.prompts_most_s
 
-    def drawn(self, asked: int) -> list[SimPrompt]:
-        """Some prompts: at least one while any are left, and possibly fewer than ``asked``."""
-        count = self.random.randint(1, asked)
+    def drawn(self, most: int) -> list[SimPrompt]:
+        """Some prompts: at least one while any are left, and possibly fewer than ``most``."""
+        count = self.random.randint(1, most)
         again, self.prompts_again = self.prompts_again[:count], self.prompts_again[count:]
         count -= len(again)
         if self.prompts_left is not None:
@@ -134,11 +131,9 @@ class ServedWorld(World):
         return drawn
 
     def known_prompt(self, prompt_id: str) -> on.OfferedPrompt:
-        """The prompt in the form that the core gets."""
         return self._offers[prompt_id]
 
     def _sized(self, prompt: SimPrompt) -> SimPrompt:
-        """Reduces some groups below the scenario's size."""
         if self.random.random() >= self.habits.odd_groups:
             return prompt
         size = self.random.randint(1, prompt.group_size)
@@ -148,10 +143,9 @@ class ServedWorld(World):
         )
 
     def verdict_s(self) -> float:
-        """Seconds until a verdict."""
         return self.random.random() * self.habits.verdict_most_s
 
-    def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationAsked:
+    def evaluate(self, evaluation_id: str, count: int, version: int = -1, share: float = 0.0) -> on.EvaluationRequested:
         event = super().evaluate(evaluation_id, count, version, share)
         self.service.ask_evaluation(evaluation_id, list(self.ledger.evaluations[evaluation_id].todo.values()))
         return event

@@ -22,7 +22,7 @@ from dora.config import Config, RolloutConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Kind
+from dora.core.handoff.table import HandoffKind
 from dora.core.rules import learning
 from dora.core.state import State
 from dora.data.token_spans import Column, TokenColumns
@@ -33,13 +33,13 @@ from dora.journal import records
 from dora.journal.content import Content, Requests
 from dora.journal.ledger import Ledger, LiveGroup
 from dora.journal.log import Log
-from dora.lab.sim.ledger import Ledger as Books
+from dora.lab.sim.ledger import SimLedger as Books
 from dora.lab.sim.ledger import Violation
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.trainer import SimTrainer
 from dora.lab.sim.worker import SimWorker
 from dora.lab.sim.workload import FILTERED, Filter, SimPrompt
-from dora.lab.sim.workload import Verifier as Rewards
+from dora.lab.sim.workload import SimVerifier as Rewards
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.core import Handlers
@@ -76,9 +76,7 @@ def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) ->
     return token_ids, (-(token_ids + 1) / TOKEN_IDS).astype(np.float32)
 
 
-class Environment(Protocol):
-    """The world, as the service uses it."""
-
+class ServiceWorld(Protocol):
     config: Config
     scenario: Scenario
     machine: Machine
@@ -91,7 +89,7 @@ class Environment(Protocol):
     def after(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None: ...
     def posted(self, event: on.Event) -> None: ...
     def prompts_s(self) -> float: ...
-    def drawn(self, asked: int) -> list[SimPrompt]: ...
+    def drawn(self, most: int) -> list[SimPrompt]: ...
     def verdict_s(self) -> float: ...
     def known_prompt(self, prompt_id: str) -> on.OfferedPrompt: ...
     def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None: ...
@@ -102,7 +100,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PersistedState:
     """The state that a prefix of the records restores."""
 
     groups: list[LiveGroup]
@@ -148,10 +146,10 @@ class _Delay:
         yield self._seconds
 
 
-class Service:
+class SimService:
     """One incarnation of the service, and the core of its parts. ``world`` receives its events and commands."""
 
-    def __init__(self, world: Environment, log: SimLog) -> None:
+    def __init__(self, world: ServiceWorld, log: SimLog) -> None:
         self._world = world
         self.log = log
         self._ended = False
@@ -162,7 +160,7 @@ class Service:
         self.evaluations = Evaluations(self, self.buffer, environments)
         self.prompts = PromptLedger(self.journal, 0)
         group_filter = _Filter(world) if world.scenario.filter_fraction else None
-        nothing, rollout = cast(Any, _Nothing()), world.config.rollout
+        nothing, rollout = cast(Any, _Stub()), world.config.rollout
         self.executor = Executor()
         for handlers in (
             Prompts(self, cast(PromptFeed, _Feed(world, self.prompts)), self.buffer).handlers,
@@ -191,7 +189,7 @@ class Service:
         if self._world.addressed(command) is not None:
             pending = self.state.pending.get(command.command_id)
             handoff = pending.handoff if pending is not None else None
-            was_parked = handoff is not None and handoff.kind is Kind.RESUME
+            was_parked = handoff is not None and handoff.kind is HandoffKind.RESUME
             if not isinstance(command, do.LoadVersion):
                 worker_message(command, self.buffer, cast(Any, None), was_parked=was_parked)
             self._world.to_worker(command)
@@ -244,9 +242,9 @@ class Service:
 
     def _columns(self, event: on.Progress, names: list[str], rows: Column) -> TokenColumns:
         """The report's columns. They repeat some accepted tokens, as those of a worker that restarted a request do."""
-        held = self.buffer.held(rows)
+        buffered = self.buffer.buffered(rows)
         reached = np.array([event.tokens[name] for name in names], np.int64)
-        firsts = np.maximum(0, np.minimum(held, reached) - (reached + rows) % REPEATED_MAX)
+        firsts = np.maximum(0, np.minimum(buffered, reached) - (reached + rows) % REPEATED_MAX)
         counts = reached - firsts
         token_ids, logprobs = sampled([(name, event.version) for name in names], firsts, counts)
         ends = np.array([FINISH_REASONS.index(event.finished.get(name)) for name in names], np.uint8)
@@ -259,34 +257,34 @@ class Service:
     def handled(self, machine: Machine, event: on.Event) -> None:
         """Writes the journal records that precede the commands of this event."""
         state = machine.state
-        if isinstance(event, on.TurnAsked):
+        if isinstance(event, on.TurnRequested):
             self._give(event)
         elif isinstance(event, on.StepCommitted):
             counters = {"groups_trained": state.counters.groups_trained}
-            learnt = learning.learnt(state)
+            learnt = learning.snapshot(state)
             self.journal.note(records.Committed(event.step, b"", self._world.now_s, counters, learnt))
             self.log.rely()
         elif isinstance(event, on.VersionRepublished):
             self.journal.note(records.Republished(event.version, b""))
             self.log.rely()
 
-    def _give(self, event: on.TurnAsked) -> None:
+    def _give(self, event: on.TurnRequested) -> None:
         """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
-        entry = self.buffer[event.request_id]
+        response = self.buffer[event.request_id]
         after, is_fork = event.after_tokens, event.is_prompt or event.after_tokens != on.NO_FORK
-        first = -event.tokens if event.is_prompt else after if is_fork else len(entry)
-        origin, count = (event.request_id, entry.version), np.array([event.tokens])
+        first = -event.tokens if event.is_prompt else after if is_fork else len(response)
+        origin, count = (event.request_id, response.version), np.array([event.tokens])
         token_ids, _ = sampled([origin], np.array([max(0, first)]), count)
-        order = TurnOrder(entry, tuple(token_ids.tolist()), TOKENS_MAX, "", len(entry.given), first, is_fork)
+        order = TurnOrder(response, tuple(token_ids.tolist()), TOKENS_MAX, "", len(response.inputs), first, is_fork)
         record = self.buffer.give(order, self._world.now_s)
-        self.journal.session(entry, record)
+        self.journal.session(response, record)
 
     def carried_out(self, event: on.Event) -> None:
         """Writes the journal records that follow the commands of this event."""
         self.journal.window(self._world.machine.state)
         self.journal.trainer(self._world.machine.state)
-        was_asked = isinstance(event, on.GroupCancelled) and event.reason == "asked for"
-        if was_asked or isinstance(event, on.TrainerAttached):
+        was_requested = isinstance(event, on.GroupCancelled) and event.reason == "asked for"
+        if was_requested or isinstance(event, on.TrainerAttached):
             self.log.rely()
 
     def read(self, prompt: SimPrompt) -> None:
@@ -299,7 +297,7 @@ class Service:
 
     # -------------------------------------------------------------------------------------------------------- crashes
 
-    def kept(self, count: int) -> Kept:
+    def persisted(self, count: int) -> PersistedState:
         """The state that the first ``count`` records restore."""
         ledger = Ledger(None)
         ledger.apply(self.log.records[:count], count)
@@ -314,16 +312,15 @@ class Service:
         restored = recovery_state.restored(ledger, groups, requests, self._offered, window, now_s, incarnation)
         number = ledger.values["next_number"]
         ledger.close()
-        return Kept(groups, requests, restored, number)
+        return PersistedState(groups, requests, restored, number)
 
     def _offered(self, prompt: Prompt) -> on.OfferedPrompt:
         return self._world.known_prompt(prompt.prompt_id)
 
-    def restore(self, kept: Kept) -> None:
-        """Begins this incarnation with the restored state."""
-        self.prompts.restore((group.prompt, group.position, group.arrival) for group in kept.groups)
-        resume.restore_buffer(self.buffer, kept.groups, kept.requests, kept.next_number)
-        self.buffer.window_versions = kept.restored.window_versions
+    def restore(self, persisted: PersistedState) -> None:
+        self.prompts.restore((group.prompt, group.position, group.arrival) for group in persisted.groups)
+        resume.restore_buffer(self.buffer, persisted.groups, persisted.requests, persisted.next_number)
+        self.buffer.window_versions = persisted.restored.window_versions
 
 
 def cut(log: SimLog, count: int, incarnation: int) -> None:
@@ -336,12 +333,12 @@ def cut(log: SimLog, count: int, incarnation: int) -> None:
 def prompt_of(prompt: SimPrompt) -> Prompt:
     environment = ENVIRONMENT if prompt.sessions else ""
     size, size_min, name = prompt.group_size, prompt.group_size_min, prompt.prompt_id
-    tokens = () if prompt.is_given else (0,)
+    tokens = () if prompt.is_from_environment else (0,)
     return Prompt(name, prompt.task_id, tokens, name, size, {}, "{}", 0, environment, size_min)
 
 
 class _Feed:
-    def __init__(self, world: Environment, ledger: PromptLedger) -> None:
+    def __init__(self, world: ServiceWorld, ledger: PromptLedger) -> None:
         self._world = world
         self.ledger = ledger
 
@@ -355,7 +352,7 @@ class _Feed:
 
 
 class _Verifier:
-    def __init__(self, world: Environment) -> None:
+    def __init__(self, world: ServiceWorld) -> None:
         self._world = world
 
     async def score(
@@ -369,11 +366,9 @@ class _Verifier:
 
 
 class _Filter:
-    """The user's group filter."""
-
     name = FILTERED.removeprefix("filtered: ")
 
-    def __init__(self, world: Environment) -> None:
+    def __init__(self, world: ServiceWorld) -> None:
         self._world = world
 
     async def keeps(self, prompt_text: str, rewards: Sequence[float], verifier_json: str) -> bool:
@@ -383,7 +378,7 @@ class _Filter:
 class _Trainers(Trainers):
     """The simulated trainer, whose stream is always open."""
 
-    def __init__(self, world: Environment, service: Service, recorder: Any) -> None:
+    def __init__(self, world: ServiceWorld, service: SimService, recorder: Any) -> None:
         super().__init__(service, service.buffer, service.journal, recorder)
         self._world = world
         self._service = service
@@ -400,7 +395,7 @@ class _Trainers(Trainers):
 
 
 class _Stream:
-    def __init__(self, world: Environment, service: Service) -> None:
+    def __init__(self, world: ServiceWorld, service: SimService) -> None:
         self._world = world
         self._service = service
 
@@ -445,7 +440,7 @@ class _Stream:
             self._service.log.rely()
 
 
-class _Nothing:
+class _Stub:
     """A stub for the recorder, storage, hosts and weight store."""
 
     def delivered(self, group: object) -> None: ...

@@ -4,10 +4,10 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.lab.sim.faults.fault import Fault, pick
 from dora.lab.sim.faults.unreliable import UnreliableWorld
-from dora.lab.sim.ledger import Response
+from dora.lab.sim.ledger import SimResponse
 
 
-def befall_session(world: UnreliableWorld, fault: Fault) -> None:
+def inject_into_session(world: UnreliableWorld, fault: Fault) -> None:
     """Something happens to an open session, if there is one. The seed selects what."""
     of_sessions = {
         name: each
@@ -15,7 +15,7 @@ def befall_session(world: UnreliableWorld, fault: Fault) -> None:
         if each.prompt.sessions and not each.finished and name in world.machine.state.rows()
     }
     if fault.subject % 6 == 5:
-        world.ask(on.TurnAsked("g-none.0", 3), refused=True)
+        world.ask(on.TurnRequested("g-none.0", 3), refused=True)
         for worker in world.running():  # their next extensions fail
             worker.refusals[do.ExtendRequest] = [("unknown_request", "refused")[fault.subject // 8 % 2]]
         return
@@ -37,18 +37,17 @@ def befall_session(world: UnreliableWorld, fault: Fault) -> None:
             _ask_wrongly(world, request_id, response)
 
 
-def _end(world: UnreliableWorld, request_id: str, response: Response) -> None:
-    """The environment ends the session, in the midst of a turn as well."""
+def _end(world: UnreliableWorld, request_id: str, response: SimResponse) -> None:
     was_ended, response.ended = response.ended, True
     if not world.ask(on.SessionEnded(request_id)):
         response.ended = was_ended
 
 
-def _ask_wrongly(world: UnreliableWorld, request_id: str, response: Response) -> None:
-    world.ask(on.TurnAsked(request_id, 0), refused=True)
+def _ask_wrongly(world: UnreliableWorld, request_id: str, response: SimResponse) -> None:
+    world.ask(on.TurnRequested(request_id, 0), refused=True)
     if not response.idle or response.turn < 0:
-        world.ask(on.TurnAsked(request_id, 5), refused=True)
-    world.ask(on.TurnAsked(request_id, 5, after_tokens=-2), refused=True)
-    world.ask(on.TurnAsked(request_id, 5, after_tokens=response.tokens + 1, is_on_branch=True), refused=True)
+        world.ask(on.TurnRequested(request_id, 5), refused=True)
+    world.ask(on.TurnRequested(request_id, 5, after_tokens=-2), refused=True)
+    world.ask(on.TurnRequested(request_id, 5, after_tokens=response.tokens + 1, is_on_branch=True), refused=True)
     if not response.tokens:
         world.ask(on.SessionEnded(request_id), refused=True)

@@ -16,7 +16,7 @@ from dora.lab.sim.faults.fault_kinds import POOL, SESSION, draw_faults, kinds_of
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.invariants import check_empty
 from dora.lab.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
-from dora.lab.sim.scenario import COST, Cluster, Lengths, Scenario, TrainerPace, Turns, Workload
+from dora.lab.sim.scenario import COST, Cluster, Lengths, Scenario, SimTurns, TrainerPace, Workload
 from dora.lab.sim.world import TICK_S
 
 WORKERS_MAX: Final = 4
@@ -46,7 +46,6 @@ class Trial:
 
     @property
     def token(self) -> str:
-        """A text from which ``of`` restores this trial."""
         chosen = "all" if self.chosen is None else ",".join(map(str, self.chosen))
         window = "" if self.window == DRAWN else f":{self.window}"
         return f"{self.seed}:{self.policy}:{self.kinds}:{chosen}:{self.workers}:{self.steps_after}{window}"
@@ -81,8 +80,8 @@ class Trial:
         indexes, drawn = self.chosen or (), len(self.drawn)
         if any(not 0 <= index < drawn for index in indexes) or list(indexes) != sorted(set(indexes)):
             allowed = f"all, or some of 0 to {drawn - 1} in order" if drawn else "all, or none"
-            given = ",".join(map(str, indexes))
-            raise InvalidValue("--replay: faults", given, f"{allowed}: seed {self.seed} has {drawn} of {self.kinds}")
+            shown = ",".join(map(str, indexes))
+            raise InvalidValue("--replay: faults", shown, f"{allowed}: seed {self.seed} has {drawn} of {self.kinds}")
 
     @cached_property
     def drawn(self) -> tuple[Fault, ...]:
@@ -110,7 +109,6 @@ class Trial:
         return None
 
     def cluster(self) -> Scenario:
-        """The scenario of this seed."""
         random = Random(f"cluster {self.seed}")
         workers, window = random.randint(1, WORKERS_MAX), random.randint(1, 4)
         period_s = random.choice((4.0, 7.0, 15.0))
@@ -160,7 +158,7 @@ class Trial:
 
     def _turns(self, most: int) -> dict[str, Any]:
         """Turns of responses. In a half of the seeds the core knows them, and tools may take long."""
-        turns = Turns(most=most, environment_mean_s=1.0, answer_tokens=5)
+        turns = SimTurns(most=most, environment_mean_s=1.0, answer_tokens=5)
         random = Random(f"sessions {self.seed}")
         if SESSION not in kinds_of(self.kinds) or random.random() < 0.5:
             return {"turns": turns}
@@ -237,7 +235,7 @@ def check_books(world: UnreliableWorld) -> None:
     """Checks after the drain that no group was lost and no process holds one."""
     if world.ledger.groups:
         raise Lost(f"neither trained nor cancelled: {', '.join(world.ledger.groups)} (C2)")
-    unended = [evaluation_id for evaluation_id, asked in world.ledger.evaluations.items() if not asked.ended]
+    unended = [evaluation_id for evaluation_id, evaluation in world.ledger.evaluations.items() if not evaluation.ended]
     if unended or world.ledger.responses:
         raise Lost(f"never ended: {', '.join([*unended, *world.ledger.responses])} (C2)")
     check_empty(world.machine.state)
@@ -262,11 +260,10 @@ def _patiently(world: UnreliableWorld, done: Callable[[], bool]) -> None:
 
 
 def describe(world: UnreliableWorld) -> str:
-    """The state of a stalled core."""
     state = world.machine.state
     waiting = {version: len(rows) for version, rows in state.waiting.items() if rows}
     workers = ", ".join(
-        f"{w.worker_id} loaded {w.loaded} target {w.target} loading {w.loading} held {w.held}"
+        f"{w.worker_id} loaded {w.loaded} target {w.target} loading {w.loading} held {w.assigned}"
         + " draining" * w.draining
         for w in state.workers.values()
     )

@@ -63,7 +63,6 @@ def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]
 
 
 def _begin(parent: int, running: Running) -> None:
-    """Initialises a process of the pool."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     load_strategies()

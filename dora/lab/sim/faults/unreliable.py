@@ -9,13 +9,13 @@ from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
 from dora.errors import DoraError
-from dora.lab.sim.faults.service import Kept
+from dora.lab.sim.faults.service import PersistedState
 from dora.lab.sim.faults.unsteady import RESTART_MOST_S, Process, UnsteadyWorld
 from dora.lab.sim.invariants import fingerprint
-from dora.lab.sim.ledger import Response, Violation
+from dora.lab.sim.ledger import SimResponse, Violation
 from dora.lab.sim.pool import SimPool
 from dora.lab.sim.worker import SimWorker
-from dora.lab.sim_engine.engine import Phase
+from dora.lab.sim_engine.engine import EnginePhase
 from dora.lab.sim_engine.request import SimRequest
 
 
@@ -44,15 +44,15 @@ class UnreliableWorld(UnsteadyWorld):
         """The orchestrator's incarnation; the first is 0."""
         return self._incarnation
 
-    def begin_incarnation(self, kept: Kept) -> None:
+    def begin_incarnation(self, persisted: PersistedState) -> None:
         """Starts another orchestrator with an empty core. All streams have broken."""
         self._incarnation += 1
         self.service.end()
         self._service = None
         self._began = len(self.log)
         self.machine = Machine(self.config)
-        self.service.restore(kept)
-        self.retired = kept.restored.retired
+        self.service.restore(persisted)
+        self.retired = persisted.restored.retired
         self.pinned.clear()
         self.snapshots.clear()
         self.traps.clear()
@@ -95,7 +95,7 @@ class UnreliableWorld(UnsteadyWorld):
         self._processes[again.epoch] = Process(-1, before.publication, before.ended)
         for request_id, request in list(engine.requests.items()):
             engine.thaw(request_id)
-            if request.phase is Phase.AWAY and request.tokens < request.length and not request.keeps:
+            if request.phase is EnginePhase.AWAY and request.tokens < request.length and not request.keeps:
                 answer_s = self.ledger.answer_s(request_id, request.turn, self.now_s)
                 self.after(max(0.0, answer_s - self.now_s), self._answered, again, request)
         self.wake_later(again)
@@ -121,7 +121,7 @@ class UnreliableWorld(UnsteadyWorld):
         joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, version=version)
         return replace(joined, requests=claimed)
 
-    def _continues(self, response: Response, request: SimRequest | None, tokens: int) -> bool:
+    def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
         """Whether a process has a part of this response's history, or a longer one of the same turn."""
         if not response.prompt.sessions or request is None:
             return tokens >= response.tokens
@@ -129,7 +129,6 @@ class UnreliableWorld(UnsteadyWorld):
         return lacks_last or (request.turn == response.turn and tokens >= response.tokens)
 
     def enter(self, worker: SimWorker) -> None:
-        """Adds a reconnected process to the members."""
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         members[worker.worker_id] = worker
         self._away.discard(worker.worker_id)

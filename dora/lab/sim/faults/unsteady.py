@@ -19,9 +19,9 @@ from dora.core.rules.stalls import STALLED
 from dora.errors import DoraError
 from dora.lab.sim.driver import Order
 from dora.lab.sim.faults.served import ServedWorld
-from dora.lab.sim.faults.wire import Session, Wire
+from dora.lab.sim.faults.wire import EpochStream, Wire
 from dora.lab.sim.invariants import check_state, fingerprint
-from dora.lab.sim.ledger import Group, Response, Violation
+from dora.lab.sim.ledger import SimGroup, SimResponse, Violation
 from dora.lab.sim.pool import SimPool
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.worker import SimWorker
@@ -63,7 +63,7 @@ class UnsteadyWorld(ServedWorld):
         self.session_limits = _session_limits(Random(f"session limits {seed}"))
         self.log: list[Handled] = []  # events that the orchestrators have handled
         self.traps: list[Callable[[do.WorkerCommand], bool]] = []  # called with every command; True: the trap is done
-        self.sessions: dict[int, Session] = {}  # by worker epoch
+        self.sessions: dict[int, EpochStream] = {}  # by worker epoch
         self.ending = False  # admission has ended, or will end with the prompts
         self.dies_committing = False  # the trainer is lost at its next commit
         self.storage_faults = 0  # active now
@@ -71,7 +71,7 @@ class UnsteadyWorld(ServedWorld):
         self.bad_commits = 0  # number of next commits that publish weights which no worker can reproduce
         self.bad_again = 0  # the same for the next republications
         self.loads: dict[int, int] = {}  # command -> version to load
-        self.archive: dict[str, tuple[Group, list[Response]]] = {}  # every group ever admitted
+        self.archive: dict[str, tuple[SimGroup, list[SimResponse]]] = {}  # every group ever admitted
         self.dropped: dict[str, str] = {}  # group -> reason of its cancellation
         self._away: set[str] = set()  # ids of processes that survived an orchestrator and have not reconnected
         self._incarnation = 0  # of the orchestrator
@@ -88,7 +88,7 @@ class UnsteadyWorld(ServedWorld):
     def _rest_s(self) -> float:
         return self.random.random() * self.habits.trainer_rests_most_s
 
-    def _tells(self, _groups: list[Group]) -> tuple[float, float]:
+    def _tells(self, _groups: list[SimGroup]) -> tuple[float, float]:
         """Random signals that change an adaptive window often. It must keep every promise with any signals."""
         return self._signals.random() * self.scenario.trainer.step_s, self._signals.choice((0.0, 0.0, 0.5))
 
@@ -121,7 +121,6 @@ class UnsteadyWorld(ServedWorld):
             self.lose_trainer()
 
     def _published(self, version: int, bad: bool) -> bool:
-        """Records that stored weights are reproducible or not. Returns ``bad``."""
         if bad:
             self.bad_weights.add(version)
         else:
@@ -166,11 +165,11 @@ class UnsteadyWorld(ServedWorld):
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def session(self, worker: SimWorker) -> Session:
+    def session(self, worker: SimWorker) -> EpochStream:
         found = self.sessions.get(worker.epoch)
         if found is None:
             latency_s, broke = self.scenario.cluster.link_latency_s, partial(self.lose, worker, "its stream broke")
-            found = self.sessions[worker.epoch] = Session(
+            found = self.sessions[worker.epoch] = EpochStream(
                 Wire(self, latency_s, self.random, partial(self._read, worker), broke),
                 Wire(self, latency_s, self.random, partial(self._hear, worker), broke),
             )
@@ -258,7 +257,6 @@ class UnsteadyWorld(ServedWorld):
             self.fence(worker, "drained", starts_again=False)
 
     def join_new(self) -> None:
-        """Adds a worker with a new name."""
         self._names += 1
         self.join(f"w{self._names - 1}")
 

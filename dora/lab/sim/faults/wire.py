@@ -92,7 +92,7 @@ class Wire:
 
 
 @dataclass(slots=True)
-class Session:
+class EpochStream:
     """Both directions of one epoch's stream, and the messages that a hung worker has not read."""
 
     to_worker: Wire

@@ -7,7 +7,7 @@ from dora.core import events as on
 from dora.core.forecast.prediction import Recall
 from dora.core.rules.selection import REDUNDANT
 from dora.lab.sim.figures.report import Arrow, Span, StepSpan, Timeline
-from dora.lab.sim.ledger import Group
+from dora.lab.sim.ledger import SimGroup
 from dora.lab.sim.workload import FILTERED
 from dora.lab.sim.world import World
 
@@ -34,8 +34,6 @@ class Reading:
 
 @dataclass(slots=True)
 class Consumed:
-    """The groups that the trainer received in the measured steps."""
-
     responses: int = 0
     response_tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -47,7 +45,7 @@ class Consumed:
     took_s: list[float] = field(default_factory=list)  # of each step
     waited_s: list[float] = field(default_factory=list)
 
-    def add(self, step: int, took_s: float, groups: list[Group], busy: list[tuple[float, float]]) -> None:
+    def add(self, step: int, took_s: float, groups: list[SimGroup], busy: list[tuple[float, float]]) -> None:
         busy_s = sum(end_s - begin_s for begin_s, end_s in busy)
         self.busy_s += busy_s
         self.took_s.append(took_s)
@@ -90,7 +88,7 @@ class Meter:
     # ----------------------------------------------------------------------------------------------------------- steps
 
     def _step(
-        self, step: int, began_s: float, ended_s: float, groups: list[Group], busy: list[tuple[float, float]]
+        self, step: int, began_s: float, ended_s: float, groups: list[SimGroup], busy: list[tuple[float, float]]
     ) -> None:
         self.steps += 1
         self.end = self._read()
@@ -147,7 +145,6 @@ class Meter:
             self._draw(event, now_s)
 
     def _reside(self, now_s: float) -> None:
-        """Adds the time of the requests on workers since the last call."""
         self._resident_s += self._on_workers * (now_s - self._resident_until_s)
         self._resident_until_s = now_s
 
@@ -213,7 +210,6 @@ class Meter:
             self.timeline.spans.append(Span(_number(event.worker_id), version, since_s, now_s))
 
     def finish(self) -> None:
-        """Closes the timeline's open spans."""
         if self.timeline is not None:
             for worker_id, (version, since_s) in sorted(self._hosting.items()):
                 self.timeline.spans.append(Span(_number(worker_id), version, since_s, self.world.now_s))

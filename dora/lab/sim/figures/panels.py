@@ -94,7 +94,6 @@ def _label_span(axes: Any, span: Span, row: int, scale: float, end_s: float) -> 
 
 
 def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], scale: float) -> None:
-    """Draws arrows between rows. An arrow's width grows with its number of moves."""
     most = max((bundle.moves for bundle in bundles), default=1)
     for bundle in bundles:
         style = {
@@ -106,7 +105,6 @@ def _draw_bundles(axes: Any, bundles: Sequence[Bundle], row_of: dict[int, int], 
 
 
 def _draw_counts(axes: Any, timeline: Timeline, scale: float) -> None:
-    """Writes the number of moved requests in each interval above the rows, for all workers together."""
     stretch_s = end_s_of(timeline) * BUNDLE_SHARE
     for place, moves in sorted(Counter(int(arrow.at_s / stretch_s) for arrow in timeline.arrows).items()):
         at = (place + 0.5) * stretch_s / scale

@@ -93,7 +93,6 @@ def _rendered(timeline: Timeline, report: Report, kind: str) -> bytes:
 
 
 def _unit(end_s: float) -> tuple[float, str]:
-    """Seconds per unit of the time axis, and the unit's name."""
     if end_s < 300.0:
         return 1.0, "seconds"
     return (60.0, "minutes") if end_s < 12 * 3600.0 else (3600.0, "hours")
@@ -125,7 +124,6 @@ def _caption(timeline: Timeline, report: Report, rows: Sequence[int]) -> str:
 
 
 def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
-    """Describes the arrows and the number of moves that are not drawn."""
     moves, shown = len(timeline.arrows), sum(bundle.moves for bundle in bundled(timeline, rows))
     if not moves:
         return "no moves"
@@ -135,7 +133,6 @@ def _moves(timeline: Timeline, rows: Sequence[int]) -> str:
 
 
 def _page(svg: str, report: Report) -> str:
-    """A standalone page without scripts or links."""
     drawing = svg[svg.index("<svg") :]
     title = html.escape(_title(report))
     numbers = "".join(

@@ -144,7 +144,6 @@ class StepUnit:
     seconds: float
 
     def of_min(self, minutes: float) -> float:
-        """Converts minutes to this unit."""
         return minutes * 60.0 / self.seconds
 
 

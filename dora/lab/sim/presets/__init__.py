@@ -68,13 +68,13 @@ def _file(name: str) -> dict[str, Any]:
     return tomllib.loads((files(__name__) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def window_of(policy: str, default: int, asked: WindowSize | None = None) -> WindowSize:
-    """The window ``asked``; otherwise ``default``, or the nearest one that ``policy`` allows."""
-    if asked is None:
+def window_of(policy: str, default: int, requested: WindowSize | None = None) -> WindowSize:
+    """The window ``requested``; otherwise ``default``, or the nearest one that ``policy`` allows."""
+    if requested is None:
         return nearest_window(policy, default, strategies())
-    if isinstance(asked, int):
-        check_window(policy, asked, strategies=strategies())
-    return asked  # the scenario's validation checks the bounds of an adaptive one
+    if isinstance(requested, int):
+        check_window(policy, requested, strategies=strategies())
+    return requested  # the scenario's validation checks the bounds of an adaptive one
 
 
 def composed(
@@ -87,8 +87,10 @@ def composed(
     without effect, and an impossible cluster.
     """
     policy = policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY)
-    asked = value_at(over, "window.size") if window is None else window
-    own = asked if isinstance(asked, int) or asked == "auto" else None  # the validation refuses other values
+    requested = value_at(over, "window.size") if window is None else window
+    own = (
+        requested if isinstance(requested, int) or requested == "auto" else None
+    )  # the validation refuses other values
     if name:
         base = scenario_for(name, policy, own).model_dump()
     else:

@@ -101,7 +101,6 @@ def evaluate(
 def _prompts(
     source: str, split: str, other_columns: str, by: str, limit: int | None
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Returns the prompts in the form that the client accepts, and each prompt's value in the column ``by``."""
     from itertools import islice
 
     from dora.config import PromptsConfig
@@ -134,9 +133,8 @@ def _prompts(
 
 
 def _override(row: dict[str, Any], samples: int | None, temperature: float | None, max_tokens: int | None) -> None:
-    """Applies the command line's sampling options to a prompt."""
-    given = {"temperature": temperature, "max_tokens": max_tokens}
-    sampling = {**row.get("sampling", {}), **{key: value for key, value in given.items() if value is not None}}
+    overrides = {"temperature": temperature, "max_tokens": max_tokens}
+    sampling = {**row.get("sampling", {}), **{key: value for key, value in overrides.items() if value is not None}}
     if sampling:
         row["sampling"] = sampling
     if samples is not None:
@@ -150,7 +148,6 @@ def _version(version: str) -> int:
 
 
 def _new_record(folder: Path) -> Any:
-    """Opens the file for trajectories. Raises InvalidValue if it exists or cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / RECORD_FILE).open("x", encoding="utf-8")

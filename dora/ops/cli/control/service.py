@@ -30,8 +30,6 @@ DEMO_RECORD = Path("out/demo/record")
 
 
 class TrajectoryState(StrEnum):
-    """States of a trajectory in the service."""
-
     WAITING = "waiting"
     RUNNING = "running"
     MOVING = "moving"
@@ -119,8 +117,8 @@ def trajectories(
         return show_conversation(shown, record, as_json)
     from dora.ops.view.service import trajectories_table
 
-    wanted = state.value if state is not None else ""
-    answer = ask(address, token, lambda operator: operator.trajectories(wanted, limit))
+    requested = state.value if state is not None else ""
+    answer = ask(address, token, lambda operator: operator.trajectories(requested, limit))
     print_result(plain(answer), trajectories_table(answer.trajectories, answer.total), as_json)
 
 
@@ -224,7 +222,6 @@ def checkpoint(
 
 
 def _keep_trainer(folder: Path, step: int, name: str) -> None:
-    """Keeps the trainer's checkpoint of a step under a name. Raises InvalidValue."""
     from dora.system.files import link_or_copy, sync_folder
 
     source, unfinished = folder / f"step-{step}", folder / f".{name}"
@@ -354,7 +351,6 @@ async def _listens(address: str) -> bool:
 
 
 async def _first(statuses: "AsyncIterator[Status]", updates: int) -> "AsyncIterator[Status]":
-    """The first ``updates`` of ``statuses``; all of them for 0."""
     seen = 0
     async for status in statuses:
         yield status

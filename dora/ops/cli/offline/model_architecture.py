@@ -42,16 +42,14 @@ def model_of_config(file: Path) -> ModelSpec:
     tree = json_object(file, FIELD)
     for without in ("quantization_config", "compression_config"):
         tree.pop(without, None)
-    place = _Place(file)
+    place = _NamedFile(file)
     with _quiet():
         whole, config = _configs(tree, place)
         module = _module(whole, config, place)
     return _Measured(config, module, place).spec(_name_of(file))
 
 
-class _Place:
-    """The file, to be named in refusals."""
-
+class _NamedFile:
     def __init__(self, file: Path) -> None:
         self.file = file
 
@@ -67,9 +65,7 @@ class _Place:
 
 
 class _Measured:
-    """The sizes of the parts of one model."""
-
-    def __init__(self, config: Any, module: Any, place: _Place) -> None:
+    def __init__(self, config: Any, module: Any, place: _NamedFile) -> None:
         self.config, self.place = config, place
         before, after = module.get_input_embeddings(), module.get_output_embeddings()
         if before is None or after is None:
@@ -170,7 +166,6 @@ class _Measured:
         return experts, sum(prod(size) // size[0] * (size[0] - experts) for size in stacked)
 
     def _chosen(self, experts: int) -> float:
-        """The experts that one token computes in a block, on average."""
         name = next((each for each in PER_TOKEN if getattr(self.config, each, None) is not None), PER_TOKEN[0])
         idle = getattr(self.config, "zero_expert_num", 0) or 0
         chosen = self.place.count(self.config, name, experts + idle)
@@ -189,7 +184,7 @@ class _Measured:
         return round(dense / (3 * self.hidden_dim * self.layers))
 
 
-def _configs(tree: Mapping[str, Any], place: _Place) -> tuple[Any, Any]:
+def _configs(tree: Mapping[str, Any], place: _NamedFile) -> tuple[Any, Any]:
     """transformers' configurations of the model and of its text model. Raises InvalidValue for a model it lacks."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -207,10 +202,10 @@ def _configs(tree: Mapping[str, Any], place: _Place) -> tuple[Any, Any]:
         config = whole.get_text_config(decoder=True)
     except Exception as error:  # each architecture checks its own fields, by exceptions of many kinds
         raise place.invalid(f"a configuration that transformers reads ({_told(error)})") from error
-    given: Any = tree if config is whole else tree.get("text_config", tree)
+    fields: Any = tree if config is whole else tree.get("text_config", tree)
     for names in REQUIRED:
         known = {*names, *(config.attribute_map.get(name, name) for name in names)}
-        if not isinstance(given, Mapping) or not known & given.keys():
+        if not isinstance(fields, Mapping) or not known & fields.keys():
             raise place.invalid(f"a configuration with {names[0]}")
     if config is not whole and "tie_word_embeddings" in tree:
         config.tie_word_embeddings = bool(tree["tie_word_embeddings"])
@@ -218,7 +213,7 @@ def _configs(tree: Mapping[str, Any], place: _Place) -> tuple[Any, Any]:
     return whole, config
 
 
-def _check_layers(tree: Mapping[str, Any], place: _Place) -> None:
+def _check_layers(tree: Mapping[str, Any], place: _NamedFile) -> None:
     """Raises InvalidValue for an impossible number of layers, of the text model or another part."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -235,7 +230,7 @@ def _kind_of_architecture(architectures: Any) -> str:
     return next((kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in names), "")
 
 
-def _module(whole: Any, config: Any, place: _Place) -> Any:
+def _module(whole: Any, config: Any, place: _NamedFile) -> Any:
     """The model without memory for its parameters."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -263,7 +258,6 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences transformers' warnings, which concern models that run."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

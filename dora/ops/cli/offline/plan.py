@@ -10,7 +10,7 @@ import typer
 
 from dora.errors import InvalidValue
 from dora.ops.cli import completion
-from dora.ops.cli.options import JsonOption, given_options, refuse_given
+from dora.ops.cli.options import JsonOption, passed_options, refuse_options
 from dora.ops.cli.output import print_result
 
 if TYPE_CHECKING:
@@ -146,17 +146,16 @@ def plan(
 
 
 def _refuse_ignored(context: typer.Context) -> None:
-    """Raises InvalidValue for an option that has no effect beside the others."""
-    given = given_options(context)
-    if "--generation-s" in given or "--training-s" in given:
-        others = [option for option in given if option not in (*ADJUSTMENT, "--json")]
-        refuse_given(context, others, "with --generation-s")
+    passed = passed_options(context)
+    if "--generation-s" in passed or "--training-s" in passed:
+        others = [option for option in passed if option not in (*ADJUSTMENT, "--json")]
+        refuse_options(context, others, "with --generation-s")
     else:
-        refuse_given(context, ["--engines"], "without --generation-s and --training-s")
-    if given.get("--gpus"):
-        refuse_given(context, TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre")
-    if "--lengths" in given:
-        refuse_given(context, ["--mean-tokens", "--cap-tokens"], "with --lengths")
+        refuse_options(context, ["--engines"], "without --generation-s and --training-s")
+    if passed.get("--gpus"):
+        refuse_options(context, TWO_DATACENTRES, "with --gpus, the accelerators of one datacentre")
+    if "--lengths" in passed:
+        refuse_options(context, ["--mean-tokens", "--cap-tokens"], "with --lengths")
 
 
 def read_cost(file: Path) -> "CostModel":
@@ -196,7 +195,6 @@ def _workload(
 
 
 def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
-    """Parses the measured points by number of accelerators; None if there are none."""
     from dora.lab.planning.allocation import TrainingTime
 
     measured = []

@@ -160,7 +160,6 @@ def _measure(
 
 
 def _context_tokens(folder: Path) -> int:
-    """The model's max_position_embeddings."""
     from dora.models import context_tokens
 
     context = context_tokens(folder)

@@ -96,7 +96,6 @@ def _print_json(log: "EventLog", run: "Replay", decisions: Iterator["Decision"])
 
 
 def _kinds(only: str | None) -> frozenset[str]:
-    """Parses ``--only`` into kinds of events and commands, ignoring case."""
     from dora.orchestrator.recovery.replay import KINDS
 
     spelled = {kind.lower(): kind for kind in KINDS}

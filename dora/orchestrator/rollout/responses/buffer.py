@@ -24,7 +24,7 @@ from dora.journal.ledger import LiveGroup
 from dora.orchestrator.rollout.responses.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.responses.columns import ResponseColumns
 from dora.orchestrator.rollout.responses.delivery import delivered
-from dora.orchestrator.rollout.responses.session_paths import GivenRun, runs_of
+from dora.orchestrator.rollout.responses.session_paths import InputRun, runs_of
 from dora.orchestrator.rollout.responses.span_checks import check_prompt_logprobs, check_spans
 from dora.orchestrator.rollout.responses.state import TOKEN, ResponseState, SegmentStart, reseeded, started
 from dora.orchestrator.rollout.responses.turn_order import TurnOrder
@@ -43,7 +43,7 @@ class ResponseBuffer:
         self._rollout = rollout
         self.routing = routing
         self.window_versions = window_versions
-        self._entries: dict[str, ResponseState] = {}
+        self._responses: dict[str, ResponseState] = {}
         self._by_row: dict[int, ResponseState] = {}
         self._delivered_by_row: dict[int, bytearray] = {}
         self._columns = ResponseColumns()
@@ -53,15 +53,15 @@ class ResponseBuffer:
         self._delivered: dict[str, TrajectoryGroup] = {}  # leased groups, as sent
 
     def __getitem__(self, request_id: str) -> ResponseState:
-        return self._entries[request_id]
+        return self._responses[request_id]
 
     def get(self, request_id: str) -> ResponseState | None:
-        return self._entries.get(request_id)
+        return self._responses.get(request_id)
 
     @property
     def widest_window(self) -> int:
         """The largest window in which a group was admitted; 0 without groups."""
-        return max((entries[0].window_versions for entries in self._groups.values()), default=0)
+        return max((responses[0].window_versions for responses in self._groups.values()), default=0)
 
     def members(self, group_id: str) -> tuple[ResponseState, ...]:
         """The responses of a group, in order of its samples; empty if there is no such group."""
@@ -72,175 +72,170 @@ class ResponseBuffer:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """The sampling parameters of prompts without any of their own."""
         return sampling_of(self._rollout, Prompt("", "", ()))
 
     def sampling(self, prompt: Prompt) -> SamplingParams:
-        """The sampling parameters of this prompt's responses, without their seeds."""
         return sampling_of(self._rollout, prompt)
 
     def admit(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
     ) -> tuple[ResponseState, ...]:
         """Adds an admitted group. ``rows``: by request id, in order of the samples. Returns its response states."""
-        entries = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
-        for entry in entries:
-            entry.window_versions = self.window_versions
-        self._number(entries, self.next_number)
-        return entries
+        responses = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
+        for response in responses:
+            response.window_versions = self.window_versions
+        self._number(responses, self.next_number)
+        return responses
 
     def give(self, order: TurnOrder, at: float) -> records.Tokens:
         """Begins a turn that the core has accepted. Returns the journal's record."""
-        entry, held_at, count = order.entry, order.entry.held_tokens, len(order.token_ids)
+        response, buffer_begin, count = order.response, order.response.buffered_tokens, len(order.token_ids)
         tokens = np.zeros(count, TOKEN)
         tokens["token_id"] = order.token_ids
-        entry.delivered += tokens.tobytes()
-        assert entry.finish_reason is not None, "a turn follows one that has ended"
-        before, stop, sampling = entry.finish_reason, entry.stop, dict(order.sampling)
+        response.delivered += tokens.tobytes()
+        assert response.finish_reason is not None, "a turn follows one that has ended"
+        before, stop, sampling = response.finish_reason, response.stop, dict(order.sampling)
         place = (order.after_turn, order.first_token)
-        run = GivenRun(
-            held_at, count, at, order.max_tokens, order.name, before, stop, *place, order.is_fork, sampling,
+        run = InputRun(
+            buffer_begin, count, at, order.max_tokens, order.name, before, stop, *place, order.is_fork, sampling,
             order.prompt_logprobs,
         )  # fmt: skip
-        entry.given.append(run)
-        entry.finish_reason, entry.stop, entry.prompt_logprobs = None, "", b""
-        self._note_owing(entry)
-        self._columns.give(entry.row, run, entry.first_fed(), at)
+        response.inputs.append(run)
+        response.finish_reason, response.stop, response.prompt_logprobs = None, "", b""
+        self._note_owing(response)
+        self._columns.give(response.row, run, response.first_fed(), at)
         of_turn = [0, run.max_tokens, run.name, before, stop, *(place if run.is_fork else ())]
         of_turn += [*([sampling] if sampling else ()), *([True] if run.prompt_logprobs else ())]
-        return _record(entry, at, held_at, tokens, turns=[of_turn])
+        return _record(response, at, buffer_begin, tokens, turns=[of_turn])
 
-    def close(self, entry: ResponseState, at: float) -> records.Tokens:
+    def close(self, response: ResponseState, at: float) -> records.Tokens:
         """Ends a session with what it has. Returns the journal's record."""
-        entry.is_closed = True
-        self._owing.discard(entry.row)
-        if entry.finish_reason is None:
-            entry.finish_reason, entry.finished_at = "length", at
-        end = records.CLOSED | FINISH_REASONS.index(entry.finish_reason)
-        return _record(entry, at, entry.held_tokens, np.zeros(0, TOKEN), end)
+        response.is_closed = True
+        self._owing.discard(response.row)
+        if response.finish_reason is None:
+            response.finish_reason, response.finished_at = "length", at
+        end = records.CLOSED | FINISH_REASONS.index(response.finish_reason)
+        return _record(response, at, response.buffered_tokens, np.zeros(0, TOKEN), end)
 
     def substitute(self, request_id: str, replacement_id: str, at: float) -> records.Tokens:
         """Forgets a session, and adds the one in its place, in its row. Returns the journal's record."""
-        before, row = self._entries[request_id], self._entries[request_id].row
+        before, row = self._responses[request_id], self._responses[request_id].row
         self.end((before,))
         attempt, sampling = before.attempt + 1, reseeded(before.sampling, f"~{before.attempt + 1}")
-        entry = ResponseState(
+        response = ResponseState(
             row, replacement_id, before.group_id, before.prompt, before.sample_index, before.version, sampling,
             before.started_at, before.routing, window_versions=before.window_versions, number=before.number,
             attempt=attempt,
         )  # fmt: skip
-        self._enter((entry,), entry.started_at)
-        self._columns.number(row, entry.number, attempt)
+        self._enter((response,), response.started_at)
+        self._columns.number(row, response.number, attempt)
         if before.group_id in self._groups:  # otherwise it is of an evaluation
             group = self._groups[before.group_id]
-            self._groups[before.group_id] = tuple(entry if each is before else each for each in group)
-        return _record(entry, at, 0, np.zeros(0, TOKEN))
+            self._groups[before.group_id] = tuple(response if each is before else each for each in group)
+        return _record(response, at, 0, np.zeros(0, TOKEN))
 
     def number(self, group_id: str) -> int:
-        """The first number of a group in the journal."""
         return self._groups[group_id][0].number
 
-    def _number(self, entries: tuple[ResponseState, ...], first: int) -> None:
-        for number, entry in enumerate(entries, start=first):
-            entry.number = number
-            self._columns.number(entry.row, number)
-        self.next_number = max(self.next_number, first + len(entries))
+    def _number(self, responses: tuple[ResponseState, ...], first: int) -> None:
+        for number, response in enumerate(responses, start=first):
+            response.number = number
+            self._columns.number(response.row, number)
+        self.next_number = max(self.next_number, first + len(responses))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
         """Adds a group from the journal; ``first``: the index of its first request in ``found``."""
         attempts = found.attempts[first : first + len(group.rows)].tolist()
         names = [f"{group.group_id}.{index}" for index in range(len(group.rows))]
         rows = dict(zip(map(attempt_id, names, attempts), group.rows, strict=True))
-        entries = self._groups[group.group_id] = self.begin(group.group_id, group.prompt, group.version, rows, group.at)
-        self._number(entries, group.number)
-        for position, entry in enumerate(entries, start=first):
+        responses = self._groups[group.group_id] = self.begin(
+            group.group_id, group.prompt, group.version, rows, group.at
+        )
+        self._number(responses, group.number)
+        for position, response in enumerate(responses, start=first):
             if attempts[position - first]:
-                entry.attempt = attempts[position - first]
-                entry.sampling = reseeded(entry.sampling, f"~{entry.attempt}")
-                self._columns.number(entry.row, entry.number, entry.attempt)
-            entry.window_versions = group.window_versions
+                response.attempt = attempts[position - first]
+                response.sampling = reseeded(response.sampling, f"~{response.attempt}")
+                self._columns.number(response.row, response.number, response.attempt)
+            response.window_versions = group.window_versions
             begin, count = int(found.begins[position]), int(found.counts[position])
-            entry.delivered += found.tokens[begin : begin + count].tobytes()
-            entry.routed += found.routed.get(position, b"")
+            response.delivered += found.tokens[begin : begin + count].tobytes()
+            response.routed += found.routed.get(position, b"")
             starts = found.segment_starts.get(position, ())
-            entry.segment_starts += [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
+            response.segment_starts += [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
             end = int(found.ends[position])
-            entry.finish_reason, entry.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
-            entry.given += runs_of(found.turns.get(position, ()))
-            entry.begin_idle()
-            entry.finished_at = float(found.heard_at[position]) if entry.finish_reason is not None else 0.0
-            entry.stop = found.stops.get(position, "")
+            response.finish_reason, response.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
+            response.inputs += runs_of(found.turns.get(position, ()))
+            response.begin_idle()
+            response.finished_at = float(found.heard_at[position]) if response.finish_reason is not None else 0.0
+            response.stop = found.stops.get(position, "")
             verdict = found.verdicts.get(position)
             if verdict is not None:
-                entry.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid, verdict.turns)
-        span = slice(first, first + len(entries))
+                response.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid, verdict.turns)
+        span = slice(first, first + len(responses))
         heard_at = np.maximum(found.heard_at[span], group.at)
         self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
-        for position, entry in enumerate(entries, start=first):
-            if entry.given:
+        for position, response in enumerate(responses, start=first):
+            if response.inputs:
                 came = found.prompt_logprobs.get(position, {})
-                entry.prompt_logprobs = came.get(entry.given[-1].held_end, b"")
-                self._note_owing(entry)
-                last_s = float(self._columns.heard_at[entry.row])
-                self._columns.give(entry.row, entry.given[-1], entry.first_fed(), last_s, len(entry))
+                response.prompt_logprobs = came.get(response.inputs[-1].buffer_end, b"")
+                self._note_owing(response)
+                last_s = float(self._columns.heard_at[response.row])
+                self._columns.give(response.row, response.inputs[-1], response.first_fed(), last_s, len(response))
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
     ) -> tuple[ResponseState, ...]:
         """Makes the response states of a group. Evaluations own theirs; they belong to no step."""
-        entries = tuple(
+        responses = tuple(
             ResponseState(row, request_id, group_id, prompt, index, version, sampling, at, self.routing)
             for index, ((request_id, row), sampling) in enumerate(zip(rows.items(), self._seeded(prompt), strict=False))
         )
-        self._enter(entries, at)
-        return entries
+        self._enter(responses, at)
+        return responses
 
-    def _enter(self, entries: tuple[ResponseState, ...], at: float) -> None:
-        """Adds responses to one prompt, without tokens."""
-        self._entries.update((entry.request_id, entry) for entry in entries)
-        for entry in entries:
-            self._by_row[entry.row], self._delivered_by_row[entry.row] = entry, entry.delivered
-            entry.begin_idle()
-        first, rows = entries[0], np.array([entry.row for entry in entries])
+    def _enter(self, responses: tuple[ResponseState, ...], at: float) -> None:
+        self._responses.update((response.request_id, response) for response in responses)
+        for response in responses:
+            self._by_row[response.row], self._delivered_by_row[response.row] = response, response.delivered
+            response.begin_idle()
+        first, rows = responses[0], np.array([response.row for response in responses])
         self._columns.begin(rows, first.version, first.sampling.max_tokens, len(first.prompt.token_ids), at)
 
-    def end(self, entries: tuple[ResponseState, ...]) -> None:
+    def end(self, responses: tuple[ResponseState, ...]) -> None:
         """Removes response states; no further token is accepted for them."""
-        for entry in entries:
-            del self._entries[entry.request_id]
-            del self._by_row[entry.row], self._delivered_by_row[entry.row]
-            self._owing.discard(entry.row)
+        for response in responses:
+            del self._responses[response.request_id]
+            del self._by_row[response.row], self._delivered_by_row[response.row]
+            self._owing.discard(response.row)
 
-    def group_of(self, entries: tuple[ResponseState, ...], step: int) -> TrajectoryGroup:
-        """Joins the finished responses of a group."""
-        return delivered(entries, step, self._rollout.reference_version)
+    def group_of(self, responses: tuple[ResponseState, ...], step: int) -> TrajectoryGroup:
+        return delivered(responses, step, self._rollout.reference_version)
 
     def at(self, row: int) -> ResponseState:
-        """The response in a row of the core."""
         return self._by_row[row]
 
-    def held(self, rows: Column) -> Column:
-        """The number of tokens of each row's response."""
-        found: Column = self._columns.held[rows]
+    def buffered(self, rows: Column) -> Column:
+        found: Column = self._columns.buffered[rows]
         return found
 
     def arrives(self, request_id: str, worker_id: str, arrival: Arrival) -> ResponseState:
         """Notes that the request is on its way to this worker."""
-        entry = self._entries[request_id]
-        entry.arrivals[worker_id] = arrival
-        self._columns.expect(entry.row, True)
-        return entry
+        response = self._responses[request_id]
+        response.arrivals[worker_id] = arrival
+        self._columns.expect(response.row, True)
+        return response
 
     def goes_on(self, row: int, worker_id: str) -> None:
         """Notes that a worker of an earlier incarnation continues this request. Pending arrivals are forgotten.
 
         Its next report begins a segment only if the response's last segment was elsewhere.
         """
-        entry = self._by_row[row]
-        entry.arrivals.clear()
-        if entry.segment_starts and entry.segment_starts[-1].worker_id != worker_id:
-            entry.arrivals[worker_id] = "migrated"
-        self._columns.expect(row, bool(entry.arrivals) or not entry.segment_starts)
+        response = self._by_row[row]
+        response.arrivals.clear()
+        if response.segment_starts and response.segment_starts[-1].worker_id != worker_id:
+            response.arrivals[worker_id] = "migrated"
+        self._columns.expect(row, bool(response.arrivals) or not response.segment_starts)
 
     def accept(self, worker_id: str, version: int, columns: TokenColumns, at: float) -> Accepted:
         """Checks the token spans of a report and appends what is new. Tokens that a re-prefill repeats are skipped.
@@ -253,20 +248,24 @@ class ResponseBuffer:
         if of_another_version.any():
             columns = columns.only(of_another_version)
             rows = columns.rows
-            held, numbers, skips = self._columns.held[rows], self._columns.numbers[rows], np.zeros(len(rows), np.int64)
-            return Accepted(worker_id, version, at, columns, numbers, held, held, skips, is_mixed=True)
-        held = self._columns.held[columns.rows]
-        check_spans(columns, held, self._columns, self._by_row, self.routing)
+            buffered, numbers, skips = (
+                self._columns.buffered[rows],
+                self._columns.numbers[rows],
+                np.zeros(len(rows), np.int64),
+            )
+            return Accepted(worker_id, version, at, columns, numbers, buffered, buffered, skips, is_mixed=True)
+        buffered = self._columns.buffered[columns.rows]
+        check_spans(columns, buffered, self._columns, self._by_row, self.routing)
         if self._owing or columns.prompt_logprobs:
             check_prompt_logprobs(columns, {row: self._by_row[row] for row in self._owing})
-        return self._append(worker_id, version, columns, held, at)
+        return self._append(worker_id, version, columns, buffered, at)
 
-    def _append(self, worker_id: str, version: int, columns: TokenColumns, held: Column, at: float) -> Accepted:
-        """``held``: tokens of each span's response before. Nothing here is done token by token."""
+    def _append(self, worker_id: str, version: int, columns: TokenColumns, buffered: Column, at: float) -> Accepted:
+        """``buffered``: tokens of each span's response before. Nothing here is done token by token."""
         rows = columns.rows
-        repeated = np.minimum(held - columns.first_tokens, columns.counts)
-        after = held + columns.counts - repeated
-        is_new = after > held
+        repeated = np.minimum(buffered - columns.first_tokens, columns.counts)
+        after = buffered + columns.counts - repeated
+        is_new = after > buffered
         segments = self._segments_begun(worker_id, rows, is_new & self._columns.arrives[rows], at)
         self._begin_turns(rows[is_new & self._columns.begins[rows]], at)
         tokens = np.empty(len(columns.token_ids), TOKEN)
@@ -277,7 +276,7 @@ class ResponseBuffer:
         delivered = map(self._delivered_by_row.__getitem__, rows.tolist())
         for held_bytes, begin, end in zip(delivered, begins.tolist(), ends.tolist(), strict=True):
             held_bytes += content[begin:end]
-        skips = self._routed_skips(columns, held)
+        skips = self._routed_skips(columns, buffered)
         if self.routing is not None:
             for index, skip in enumerate(skips.tolist()):
                 self._by_row[int(rows[index])].routed += columns.routed(index, skip)
@@ -289,21 +288,23 @@ class ResponseBuffer:
         ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
         numbers, attempts = self._columns.numbers[rows], self._columns.attempts[rows]
         shifts = self._columns.shifts[rows]
-        return Accepted(worker_id, version, at, columns, numbers, held, after, skips, segments, ended, attempts, shifts)
+        return Accepted(
+            worker_id, version, at, columns, numbers, buffered, after, skips, segments, ended, attempts, shifts
+        )
 
-    def _note_owing(self, entry: ResponseState) -> None:
-        if entry.owes_prompt:
-            self._owing.add(entry.row)
+    def _note_owing(self, response: ResponseState) -> None:
+        if response.owes_prompt:
+            self._owing.add(response.row)
 
     def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
         """Enters the end that the span at ``index`` reports. Returns the request's id."""
-        entry = self._by_row[int(columns.rows[index])]
-        entry.finish_reason, entry.finished_at = FINISH_REASONS[int(columns.ends[index])], at
-        entry.stop = columns.stops.get(index, "")
-        if entry.is_session:
-            entry.turn_ends = entry.turn_ends or {}
-            entry.turn_ends[len(entry.given)] = at
-        return entry.request_id
+        response = self._by_row[int(columns.rows[index])]
+        response.finish_reason, response.finished_at = FINISH_REASONS[int(columns.ends[index])], at
+        response.stop = columns.stops.get(index, "")
+        if response.is_session:
+            response.turn_ends = response.turn_ends or {}
+            response.turn_ends[len(response.inputs)] = at
+        return response.request_id
 
     def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[BegunSegment, ...]:
         """Begins the segments of the responses that have their first tokens on this worker. ``chosen``: bool, those
@@ -311,33 +312,37 @@ class ResponseBuffer:
         begun: list[BegunSegment] = []
         for index in np.flatnonzero(chosen).tolist():
             row = int(rows[index])
-            entry = self._by_row[row]
-            arrival = entry.arrivals.pop(worker_id, None)
-            if arrival is not None or not entry.segment_starts:
-                has_waited = arrival is not None and entry.delivered
+            response = self._by_row[row]
+            arrival = response.arrivals.pop(worker_id, None)
+            if arrival is not None or not response.segment_starts:
+                has_waited = arrival is not None and response.delivered
                 left_at = float(self._columns.heard_at[row]) if has_waited else 0.0
                 without_s = at - left_at if has_waited else None
-                first_token = entry.held_tokens
-                admitted_s = None if entry.segment_starts else at - entry.started_at
+                first_token = response.buffered_tokens
+                admitted_s = None if response.segment_starts else at - response.started_at
                 begun.append(BegunSegment(index, first_token, arrival or "new", without_s, admitted_s))
-                entry.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new", at, left_at))
-            self._columns.expect(row, bool(entry.arrivals))
+                response.segment_starts.append(SegmentStart(worker_id, first_token, arrival or "new", at, left_at))
+            self._columns.expect(row, bool(response.arrivals))
         return tuple(begun)
 
     def _begin_turns(self, rows: Column, at: float) -> None:
         """Notes the first tokens of turns. ``rows``: of responses that begin one; only sessions keep the time."""
         for row in rows.tolist():
-            entry = self._by_row[row]
-            if entry.is_session:
-                entry.turn_begins = entry.turn_begins or {}
-                entry.turn_begins[len(entry.given)] = at
+            response = self._by_row[row]
+            if response.is_session:
+                response.turn_begins = response.turn_begins or {}
+                response.turn_begins[len(response.inputs)] = at
 
-    def _routed_skips(self, columns: TokenColumns, held: Column) -> Column:
+    def _routed_skips(self, columns: TokenColumns, buffered: Column) -> Column:
         """Returns the bytes of each span's routed experts that belong to tokens which its response already has."""
         if self.routing is None:
             return np.zeros(len(columns), np.int64)
         begins, of_begin = self._columns.turn_begins[columns.rows], self._columns.first_fed[columns.rows] - 1
-        has = held - columns.first_tokens + np.where((columns.first_tokens == begins) & (held > begins), of_begin, 0)
+        has = (
+            buffered
+            - columns.first_tokens
+            + np.where((columns.first_tokens == begins) & (buffered > begins), of_begin, 0)
+        )
         skips: Column = np.minimum(has * self.routing.token_bytes, columns.routed_bytes)
         return skips
 
@@ -354,16 +359,16 @@ class ResponseBuffer:
 
     def rewards(self, group_id: str) -> list[Reward] | None:
         """The verdicts on a group's members that have started, in order of its samples; None while one is missing."""
-        entries = started(self._groups[group_id])
-        rewards = [entry.reward for entry in entries if entry.reward is not None]
-        return rewards if len(rewards) == len(entries) else None
+        responses = started(self._groups[group_id])
+        rewards = [response.reward for response in responses if response.reward is not None]
+        return rewards if len(rewards) == len(responses) else None
 
     def forget(self, group_id: str) -> tuple[ResponseState, ...]:
         """Removes a committed or cancelled group. Returns its response states."""
         self._delivered.pop(group_id, None)
-        entries = self._groups.pop(group_id)
-        self.end(entries)
-        return entries
+        responses = self._groups.pop(group_id)
+        self.end(responses)
+        return responses
 
     def _seeded(self, prompt: Prompt) -> Iterator[SamplingParams]:
         """Yields each sibling's sampling parameters: the service's defaults, the prompt's overrides, and a seed of its
@@ -371,11 +376,11 @@ class ResponseBuffer:
 
         The seed follows from run, prompt and index; a seed in the prompt is the first sibling's.
         """
-        sampling, given = self.sampling(prompt), cast(int | None, prompt.sampling.get("seed"))
+        sampling, own_seed = self.sampling(prompt), cast(int | None, prompt.sampling.get("seed"))
         before, behind = (tuple(getattr(sampling, name) for name in names) for names in _AROUND_SEED)
-        origin = f"{self._rollout.seed}/{prompt.prompt_id}" if given is None else f"{given}"
+        origin = f"{self._rollout.seed}/{prompt.prompt_id}" if own_seed is None else f"{own_seed}"
         for index in count():
-            seed = given
+            seed = own_seed
             if seed is None or index:
                 digest = hashlib.blake2b(f"{origin}/{index}".encode(), digest_size=8).digest()
                 seed = int.from_bytes(digest, "big") >> 2
@@ -383,24 +388,23 @@ class ResponseBuffer:
 
 
 def _record(
-    entry: ResponseState, at: float, first_token: int, tokens: Column, end: int = 0, turns: Sequence[list[Any]] = ()
+    response: ResponseState, at: float, first_token: int, tokens: Column, end: int = 0, turns: Sequence[list[Any]] = ()
 ) -> records.Tokens:
     """The journal's record of one span that no worker has reported. ``tokens``: TOKENs."""
     return records.Tokens(
         at,
-        np.array([entry.number]),
+        np.array([response.number]),
         np.array([first_token]),
         np.array([len(tokens)]),
         np.array([end] if end else [], np.uint8),
         tokens["token_id"],
         tokens["logprob"],
         turns=list(turns),
-        attempts=np.array([entry.attempt] if entry.attempt else [], np.uint8),
+        attempts=np.array([response.attempt] if response.attempt else [], np.uint8),
     )
 
 
 def sampling_of(rollout: RolloutConfig, prompt: Prompt) -> SamplingParams:
-    """The sampling parameters of this prompt's responses, without their seeds."""
     chosen = {
         "temperature": rollout.temperature,
         "top_p": rollout.top_p,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dora.data.token_spans import Column
-from dora.orchestrator.rollout.responses.session_paths import GivenRun
+from dora.orchestrator.rollout.responses.session_paths import InputRun
 
 ROWS_MIN = 1024
 
@@ -12,7 +12,7 @@ class ResponseColumns:
     """``begin``, ``extend``, ``expect``, ``number`` and ``give`` are the only writers."""
 
     def __init__(self) -> None:
-        self.held: Column = np.zeros(ROWS_MIN, np.int64)  # tokens
+        self.buffered: Column = np.zeros(ROWS_MIN, np.int64)  # tokens
         self.version: Column = np.zeros(ROWS_MIN, np.int64)
         self.max_tokens: Column = np.zeros(ROWS_MIN, np.int64)
         self.turn_begins: Column = np.zeros(ROWS_MIN, np.int64)  # the tokens before the present turn's sampled ones
@@ -25,9 +25,8 @@ class ResponseColumns:
         self.shifts: Column = np.zeros(ROWS_MIN, np.int64)  # sessions: tokens held that are not on the present path
 
     def begin(self, rows: Column, version: int, max_tokens: int, prompt_tokens: int, at: float) -> None:
-        """Adds responses without tokens."""
         self._reach(int(rows.max()) + 1)
-        self.held[rows] = 0
+        self.buffered[rows] = 0
         self.version[rows] = version
         self.max_tokens[rows] = max_tokens
         self.turn_begins[rows] = 0
@@ -37,11 +36,11 @@ class ResponseColumns:
         self.numbers[rows] = -1
         self.attempts[rows] = self.shifts[rows] = 0
 
-    def extend(self, rows: Column, held: Column, at: Column | float) -> None:
-        """``held``: tokens of each response now. ``at``: when the last ones came."""
-        self.held[rows] = held
+    def extend(self, rows: Column, buffered: Column, at: Column | float) -> None:
+        """``buffered``: tokens of each response now. ``at``: when the last ones came."""
+        self.buffered[rows] = buffered
         self.heard_at[rows] = at
-        self.begins[rows] = held == 0
+        self.begins[rows] = buffered == 0
 
     def expect(self, row: int, arrives: bool) -> None:
         """``arrives``: the response's next tokens may begin a segment."""
@@ -50,17 +49,17 @@ class ResponseColumns:
     def number(self, row: int, number: int, attempt: int = 0) -> None:
         self.numbers[row], self.attempts[row] = number, attempt
 
-    def give(self, row: int, run: GivenRun, first_fed: int, at: float, held: int = -1) -> None:
-        """Begins a turn of a session. ``held``: response tokens on its path; -1: those up to the given ones."""
-        self.held[row] = run.end if held < 0 else held
+    def give(self, row: int, run: InputRun, first_fed: int, at: float, buffered: int = -1) -> None:
+        """Begins a turn of a session. ``buffered``: response tokens on its path; -1: those up to the given ones."""
+        self.buffered[row] = run.end if buffered < 0 else buffered
         self.max_tokens[row] = run.end + run.max_tokens
-        self.shifts[row] = run.held_at - run.first_token
+        self.shifts[row] = run.buffer_begin - run.first_token
         self.heard_at[row] = at
-        self.begins[row] = held < 0  # a restored turn may have tokens
+        self.begins[row] = buffered < 0  # a restored turn may have tokens
         self.turn_begins[row], self.first_fed[row] = run.end, first_fed
 
     def _reach(self, rows: int) -> None:
-        lacking = rows - len(self.held)
+        lacking = rows - len(self.buffered)
         if lacking > 0:
             for name, column in vars(self).items():
                 setattr(self, name, np.concatenate([column, np.zeros(max(lacking, rows), column.dtype)]))

@@ -10,11 +10,13 @@ from dora.rpc.packed import PackedGroup
 from dora.rpc.packed_columns import packed_message
 
 
-def delivered(entries: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
+def delivered(responses: Sequence[ResponseState], step: int, reference_version: int) -> TrajectoryGroup:
     """Returns the finished responses of one prompt as the trainer of ``step`` gets them."""
-    first, size = entries[0], len(entries)
-    if first.routing is not None or first.is_session:  # rows of experts and given tokens are not packed in columns
-        each = (trajectories(entry, step, reference_version, size) for entry in entries)
+    first, size = responses[0], len(responses)
+    if (
+        first.routing is not None or first.is_session
+    ):  # rows of experts and environment tokens are not packed in columns
+        each = (trajectories(response, step, reference_version, size) for response in responses)
         return TrajectoryGroup(first.group_id, tuple(chain.from_iterable(each)))
     read = readers(step, reference_version, size).__getitem__
-    return PackedGroup(packed_message(entries, read), [entry.delivered for entry in entries])
+    return PackedGroup(packed_message(responses, read), [response.delivered for response in responses])

@@ -15,37 +15,37 @@ LOGPROB_BYTES: Final = 4
 
 def check_spans(
     columns: TokenColumns,
-    held: Column,
+    buffered: Column,
     responses: ResponseColumns,
-    entries: Mapping[int, ResponseState],
+    by_row: Mapping[int, ResponseState],
     routing: RoutingShape | None,
 ) -> None:
     """Raises ReportError unless every span can be appended.
 
-    ``held``: tokens of each span's response. ``entries``: by row. ``routing``: that responses retain; None: they retain
-    none.
+    ``buffered``: tokens of each span's response. ``by_row``: by row. ``routing``: that responses retain; None: they
+    retain none.
     """
     rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
     max_tokens = responses.max_tokens[rows]
-    reached = np.maximum(held, firsts + counts)
+    reached = np.maximum(buffered, firsts + counts)
     for field, wrong, value, allowed in (
-        ("first token", firsts > held, firsts, "{} or before"),
+        ("first token", firsts > buffered, firsts, "{} or before"),
         ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
         ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one in an ended response"),
     ):
         if wrong.any():
             index = int(wrong.argmax())
-            limit = held if field == "first token" else max_tokens
-            name = entries[int(rows[index])].request_id
+            limit = buffered if field == "first token" else max_tokens
+            name = by_row[int(rows[index])].request_id
             raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
-    for index in np.flatnonzero((firsts < held) & (counts > 0)).tolist():
-        _check_repeated(entries[int(rows[index])], columns, index)
+    for index in np.flatnonzero((firsts < buffered) & (counts > 0)).tolist():
+        _check_repeated(by_row[int(rows[index])], columns, index)
     for index, stop in columns.stops.items():
-        entry = entries[int(rows[index])]
-        if stop and (columns.ends[index] != STOP or stop not in entry.turn_sampling().stop):
-            raise ReportError(f"{entry.request_id}: stop", stop[:80], "one of its stop strings, at its end")
+        response = by_row[int(rows[index])]
+        if stop and (columns.ends[index] != STOP or stop not in response.turn_sampling().stop):
+            raise ReportError(f"{response.request_id}: stop", stop[:80], "one of its stop strings, at its end")
     if routing is not None or len(columns.routed_experts):
-        _check_routing(columns, responses, entries, routing)
+        _check_routing(columns, responses, by_row, routing)
 
 
 def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseState]) -> None:
@@ -57,41 +57,41 @@ def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseSta
         if row not in owing:
             raise ReportError(f"row {row}: prompt_logprobs", "given", "none: they were not asked for, or have come")
     for index in np.flatnonzero(np.isin(columns.rows, list(owing))).tolist():
-        entry = owing[int(columns.rows[index])]
-        begins = int(columns.first_tokens[index] + columns.counts[index]) > entry.given[-1].end
-        expected = (entry.context_tokens() - 1) * LOGPROB_BYTES if begins else 0
+        response = owing[int(columns.rows[index])]
+        begins = int(columns.first_tokens[index] + columns.counts[index]) > response.inputs[-1].end
+        expected = (response.context_tokens() - 1) * LOGPROB_BYTES if begins else 0
         raw = columns.prompt_logprobs.get(index, b"")
         if len(raw) != expected:
-            raise ReportError(f"{entry.request_id}: prompt_logprobs bytes", len(raw), str(expected))
+            raise ReportError(f"{response.request_id}: prompt_logprobs bytes", len(raw), str(expected))
 
 
-def _check_repeated(entry: ResponseState, columns: TokenColumns, index: int) -> None:
+def _check_repeated(response: ResponseState, columns: TokenColumns, index: int) -> None:
     """Tokens that the response has already must be the same ones."""
     first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
-    held = entry.tokens[first : first + count]
-    repeated = columns.token_ids[begin : begin + len(held)]
-    if not np.array_equal(repeated, held):
-        raise ReportError(f"{entry.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
+    buffered = response.tokens[first : first + count]
+    repeated = columns.token_ids[begin : begin + len(buffered)]
+    if not np.array_equal(repeated, buffered):
+        raise ReportError(f"{response.request_id}: tokens from {first} on", repeated[:8].tolist(), "those held")
 
 
 def _check_routing(
     columns: TokenColumns,
     responses: ResponseColumns,
-    entries: Mapping[int, ResponseState],
+    by_row: Mapping[int, ResponseState],
     routing: RoutingShape | None,
 ) -> None:
     """A span needs one row of experts for each token that was fed to sample it; none if responses retain none."""
-    rows, counts, given = columns.rows, columns.counts, columns.routed_bytes
+    rows, counts, lengths = columns.rows, columns.counts, columns.routed_bytes
     if routing is None:
         expected = np.zeros(len(columns), np.int64)
     else:
         begins = (columns.first_tokens == responses.turn_begins[rows]) & (counts > 0)
         expected = (counts + np.where(begins, responses.first_fed[rows] - 1, 0)) * routing.token_bytes
-    wrong = given != expected
+    wrong = lengths != expected
     if wrong.any():
         index = int(wrong.argmax())
-        name = entries[int(columns.rows[index])].request_id
-        raise ReportError(f"{name}: routed_experts bytes", int(given[index]), str(int(expected[index])))
+        name = by_row[int(columns.rows[index])].request_id
+        raise ReportError(f"{name}: routed_experts bytes", int(lengths[index]), str(int(expected[index])))
     if routing is not None:
         _check_experts(b"".join(columns.routed(index) for index in range(len(columns))), routing)
 

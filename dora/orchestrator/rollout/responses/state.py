@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from dora.data.given_digest import beginning_digest, given_digest
 from dora.data.growth import members_started
+from dora.data.input_digest import beginning_digest, input_digest
 from dora.data.token_spans import Column
 from dora.data.trajectory import Float32Array, Int32Array
 from dora.data.trajectory_fields import ExpertArray, expert_rows
@@ -25,7 +25,7 @@ from dora.data.types import (
 )
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.responses.session_paths import (
-    GivenRun,
+    InputRun,
     bounds,
     first_fed,
     fork_of,
@@ -58,8 +58,6 @@ class SegmentStart:
 
 @dataclass(slots=True)
 class ResponseState:
-    """One response while it is generated."""
-
     row: int  # its name in the core and in workers' reports
     request_id: str
     group_id: str
@@ -80,7 +78,7 @@ class ResponseState:
     window_versions: int = 0  # size of the window at admission
     number: int = -1  # in the journal; -1: of an evaluation
     attempt: int = 0  # sessions: replacements before it
-    given: list[GivenRun] = field(default_factory=list)  # sessions: one for each turn but number 0
+    inputs: list[InputRun] = field(default_factory=list)  # sessions: one for each turn but number 0
     turn_begins: dict[int, float] | None = field(default=None, compare=False)  # sessions: first tokens, this process
     turn_ends: dict[int, float] | None = field(default=None, compare=False)  # sessions: when turns ended, this process
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
@@ -88,7 +86,7 @@ class ResponseState:
 
     def begin_idle(self) -> None:
         """Ends turn 0 of a session without a prompt: it has no tokens, and turn 1 brings the prompt."""
-        if not self.prompt.token_ids and not self.given:
+        if not self.prompt.token_ids and not self.inputs:
             self.finish_reason = "stop"
 
     @property
@@ -101,49 +99,48 @@ class ResponseState:
         return self.number < 0
 
     def turn_begin(self, turn: int) -> int:
-        """The index of a turn's first sampled token among all tokens. ``turn``: from 0 to ``len(given)``."""
-        return self.given[turn - 1].held_end if turn else 0
+        """The index of a turn's first sampled token among all tokens. ``turn``: from 0 to ``len(inputs)``."""
+        return self.inputs[turn - 1].buffer_end if turn else 0
 
     def turn_end(self, turn: int) -> int:
         """One after the index of a turn's last sampled token so far."""
-        return self.given[turn].held_at if turn < len(self.given) else self.held_tokens
+        return self.inputs[turn].buffer_begin if turn < len(self.inputs) else self.buffered_tokens
 
     def path_tokens(self, turn: int) -> int:
         """The number of response tokens on the path of a turn so far."""
-        return self.turn_end(turn) - shift_of(self.given, turn)
+        return self.turn_end(turn) - shift_of(self.inputs, turn)
 
     def is_on_path(self, turn: int, tokens: int) -> bool:
         """Returns whether the first ``tokens`` response tokens on the path of a turn are on the present path too."""
-        given, last = self.given, len(self.given)
-        if prompt_of(given, turn) is not prompt_of(given, last):
+        inputs, last = self.inputs, len(self.inputs)
+        if prompt_of(inputs, turn) is not prompt_of(inputs, last):
             return False
-        ours, theirs = places(given, last, self.held_tokens), places(given, turn, self.turn_end(turn))
+        ours, theirs = places(inputs, last, self.buffered_tokens), places(inputs, turn, self.turn_end(turn))
         return np.array_equal(ours[:tokens], theirs[:tokens])
 
     def end_of(self, turn: int) -> tuple[FinishReason | None, str]:
         """How a turn has ended, with the stop string that ended it."""
-        if turn < len(self.given):
-            return self.given[turn].before, self.given[turn].stop_before
+        if turn < len(self.inputs):
+            return self.inputs[turn].before, self.inputs[turn].stop_before
         return self.finish_reason, self.stop
 
     @property
-    def held_tokens(self) -> int:
+    def buffered_tokens(self) -> int:
         """The number of delivered tokens, those of all branches of a session."""
         return len(self.delivered) // TOKEN.itemsize
 
     def __len__(self) -> int:
         """The number of response tokens; of a session with branches, those of the present one."""
-        return self.held_tokens - shift_of(self.given)
+        return self.buffered_tokens - shift_of(self.inputs)
 
-    def held(self) -> Column:
+    def buffered(self) -> Column:
         """The delivered tokens, TOKENs: a view, in which nothing may be kept."""
         return np.frombuffer(self.delivered, TOKEN)
 
     def _present(self) -> Column:
-        """The tokens on the present path."""
-        if not shift_of(self.given):
-            return self.held()
-        return self.held()[places(self.given, len(self.given), self.held_tokens)]
+        if not shift_of(self.inputs):
+            return self.buffered()
+        return self.buffered()[places(self.inputs, len(self.inputs), self.buffered_tokens)]
 
     @property
     def tokens(self) -> Int32Array:
@@ -157,36 +154,38 @@ class ResponseState:
 
     def prompt_ids(self, turn: int = -1) -> tuple[int, ...]:
         """The prompt of a turn's path (-1: of the present one): the group's, or the one that the environment gave."""
-        run = prompt_of(self.given, len(self.given) if turn < 0 else turn)
+        run = prompt_of(self.inputs, len(self.inputs) if turn < 0 else turn)
         if run is None:
             return self.prompt.token_ids
-        return tuple(self.held()["token_id"][run.held_at : run.held_end].tolist())
+        return tuple(self.buffered()["token_id"][run.buffer_begin : run.buffer_end].tolist())
 
     @property
     def owes_prompt(self) -> bool:
         """Returns whether prompt logprobs of the present turn were asked for and are still to come."""
-        return bool(self.given) and self.given[-1].prompt_logprobs and self.held_tokens == self.given[-1].held_end
+        return (
+            bool(self.inputs) and self.inputs[-1].prompt_logprobs and self.buffered_tokens == self.inputs[-1].buffer_end
+        )
 
     def first_fed(self) -> int:
         """As ``session_paths.first_fed`` of the present turn."""
-        return first_fed(self.given, len(self.given), len(self.prompt.token_ids))
+        return first_fed(self.inputs, len(self.inputs), len(self.prompt.token_ids))
 
     def context_tokens(self) -> int:
         """The number of tokens before the present turn's sampled ones, on its path."""
-        run, first = self.given[-1], prompt_of(self.given, len(self.given))
+        run, first = self.inputs[-1], prompt_of(self.inputs, len(self.inputs))
         return run.end + (len(self.prompt.token_ids) if first is None else first.tokens)
 
     def branch_sampling(self, turn: int = -1) -> SamplingParams:
         """The sampling parameters of a turn's branch (-1: of the present one): each has a seed of its own."""
-        fork = fork_of(self.given, len(self.given) if turn < 0 else turn)
+        fork = fork_of(self.inputs, len(self.inputs) if turn < 0 else turn)
         return reseeded(self.sampling, f"/{fork}") if fork else self.sampling
 
     def turn_sampling(self, turn: int = -1) -> SamplingParams:
         """The sampling parameters of a turn (-1: of the present one): its branch's, and those of its own."""
-        turn = len(self.given) if turn < 0 else turn
+        turn = len(self.inputs) if turn < 0 else turn
         if not turn:
             return self.sampling
-        run = self.given[turn - 1]
+        run = self.inputs[turn - 1]
         return replace(self.branch_sampling(turn), max_tokens=run.max_tokens, **run.sampling)  # type: ignore[arg-type]
 
     def spec(self) -> RequestSpec:
@@ -199,30 +198,30 @@ class ResponseState:
             tuple(self.tokens.tolist()),
             tuple(self.logprobs.tolist()),
             self.is_session,
-            tuple(self.given_bounds()),
+            tuple(self.input_bounds()),
             prompt_logprobs=self.owes_prompt,
         )
 
-    def given_bounds(self) -> list[tuple[int, int]]:
-        """The given runs of the present path: (first, one after the last)."""
-        return bounds(runs_on(self.given, len(self.given)))
+    def input_bounds(self) -> list[tuple[int, int]]:
+        """The input runs of the present path: (first, one after the last)."""
+        return bounds(runs_on(self.inputs, len(self.inputs)))
 
     def continues(self, tokens: int, digest: bytes, *, has_prompt_logprobs: bool = False) -> bool:
         """Returns whether a process with so many tokens of this session, and this digest of the given ones, has all of
-        the present branch, but for the given tokens of a turn that was just asked. If it has sampled some of a turn
-        whose prompt logprobs are still to come, it has to have these.
+        the present branch, but for the environment tokens of a turn that was just requested. If it has sampled some of
+        a turn whose prompt logprobs are still to come, it has to have these.
         """
         if self.owes_prompt and tokens > len(self) and not has_prompt_logprobs:
             return False
-        runs, has, turn = self.given_bounds(), len(self), len(self.given)
-        if runs and tokens == runs[-1][0] and not self.given[-1].is_fork:  # it does not know of the next turn yet
+        runs, has, turn = self.input_bounds(), len(self), len(self.inputs)
+        if runs and tokens == runs[-1][0] and not self.inputs[-1].is_fork:  # it does not know of the next turn yet
             has, turn = runs.pop()[0], turn - 1
         beginning = beginning_digest(self.prompt_ids())
-        return tokens >= has and digest == given_digest(beginning, self.turn_sampling(turn), self.tokens, runs)
+        return tokens >= has and digest == input_digest(beginning, self.turn_sampling(turn), self.tokens, runs)
 
     def worker_history(self) -> tuple[Segment, ...]:
         """The segments among all tokens: which worker sampled which."""
-        segments, end = [], self.held_tokens
+        segments, end = [], self.buffered_tokens
         for segment_start in reversed(self.segment_starts):
             segments.append(
                 Segment(
@@ -233,7 +232,6 @@ class ResponseState:
         return tuple(reversed(segments))
 
     def verdict(self) -> Reward:
-        """The reward of a finished response."""
         assert self.reward is not None and self.finish_reason is not None, f"{self.request_id} is not finished"
         return self.reward
 
@@ -245,7 +243,7 @@ class ResponseState:
         stop_token_ids = self.turn_sampling(turn).stop_token_ids
         if stop or not stop_token_ids:
             return stop or None
-        last = int(self.held()["token_id"][self.turn_end(turn) - 1])
+        last = int(self.buffered()["token_id"][self.turn_end(turn) - 1])
         return last if last in stop_token_ids else None
 
     def routed_experts(self) -> ExpertArray | None:
@@ -255,34 +253,34 @@ class ResponseState:
 
 
 _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
-    "trajectory_id": lambda entry: entry.request_id,
-    "group_id": lambda entry: entry.group_id,
-    "prompt_id": lambda entry: entry.prompt.prompt_id,
-    "task_id": lambda entry: entry.prompt.task_id,
-    "sample_index": lambda entry: entry.sample_index,
-    "behaviour_version": lambda entry: entry.version,
-    "prompt_token_ids": lambda entry: entry.prompt.token_ids,
-    "response_token_ids": lambda entry: entry.tokens,
-    "logprobs": lambda entry: entry.logprobs,
-    "loss_mask": lambda entry: np.ones(len(entry), np.uint8),
-    "sampling": lambda entry: entry.sampling,
-    "reward": lambda entry: reward.value if (reward := entry.verdict()).valid else math.nan,
-    "reward_valid": lambda entry: entry.verdict().valid,
-    "reward_components": lambda entry: entry.verdict().components,
-    "verifier_log": lambda entry: entry.verdict().log,
-    "finish_reason": lambda entry: entry.finish_reason,
-    "started_at": lambda entry: entry.started_at,
-    "finished_at": lambda entry: entry.finished_at,
+    "trajectory_id": lambda response: response.request_id,
+    "group_id": lambda response: response.group_id,
+    "prompt_id": lambda response: response.prompt.prompt_id,
+    "task_id": lambda response: response.prompt.task_id,
+    "sample_index": lambda response: response.sample_index,
+    "behaviour_version": lambda response: response.version,
+    "prompt_token_ids": lambda response: response.prompt.token_ids,
+    "response_token_ids": lambda response: response.tokens,
+    "logprobs": lambda response: response.logprobs,
+    "loss_mask": lambda response: np.ones(len(response), np.uint8),
+    "sampling": lambda response: response.sampling,
+    "reward": lambda response: reward.value if (reward := response.verdict()).valid else math.nan,
+    "reward_valid": lambda response: response.verdict().valid,
+    "reward_components": lambda response: response.verdict().components,
+    "verifier_log": lambda response: response.verdict().log,
+    "finish_reason": lambda response: response.finish_reason,
+    "started_at": lambda response: response.started_at,
+    "finished_at": lambda response: response.finished_at,
     "worker_history": ResponseState.worker_history,
     "length_tokens": len,
-    "events": lambda entry: (),
+    "events": lambda response: (),
     "stop_reason": ResponseState.stop_reason,
-    "window_versions": lambda entry: entry.window_versions,
+    "window_versions": lambda response: response.window_versions,
     "routed_experts": ResponseState.routed_experts,
-    "turn_rewards": lambda entry: {},
-    "turn_sampling": lambda entry: {},
-    "branch_index": lambda entry: 0,
-    "shared_prefix_tokens": lambda entry: 0,
+    "turn_rewards": lambda response: {},
+    "turn_sampling": lambda response: {},
+    "branch_index": lambda response: 0,
+    "shared_prefix_tokens": lambda response: 0,
 }
 
 
@@ -292,12 +290,12 @@ def reseeded(sampling: SamplingParams, mark: str) -> SamplingParams:
     return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
 
 
-def started(entries: tuple[ResponseState, ...]) -> tuple[ResponseState, ...]:
-    """The members of a group that have started, by its verdicts so far. ``entries``: all members."""
-    at_once = entries[0].prompt.at_once
-    rewards = (entry.reward.value for entry in entries if entry.reward is not None and entry.reward.valid)
-    late_has_begun = any(entry.held_tokens or entry.attempt for entry in entries[at_once:])
-    return entries[: members_started(len(entries), at_once, rewards, late_has_begun)]
+def started(responses: tuple[ResponseState, ...]) -> tuple[ResponseState, ...]:
+    """The members of a group that have started, by its verdicts so far. ``responses``: all members."""
+    at_once = responses[0].prompt.at_once
+    rewards = (response.reward.value for response in responses if response.reward is not None and response.reward.valid)
+    late_has_begun = any(response.buffered_tokens or response.attempt for response in responses[at_once:])
+    return responses[: members_started(len(responses), at_once, rewards, late_has_begun)]
 
 
 def readers(step: int, reference_version: int, group_size: int) -> Mapping[str, Callable[[ResponseState], Any]]:
@@ -309,5 +307,5 @@ def readers(step: int, reference_version: int, group_size: int) -> Mapping[str, 
         "group_size": lambda _: group_size,
         "reference_version": lambda _: reference_version,
         "trained_step": lambda _: step,
-        "staleness": lambda entry: step - entry.version,
+        "staleness": lambda response: step - response.version,
     }

@@ -45,7 +45,7 @@ class TurnLimits:
 class TurnOrder:
     """Tokens that an environment gives, and how to sample after them. The fields are as in ``GivenRun``."""
 
-    entry: ResponseState
+    response: ResponseState
     token_ids: tuple[int, ...]
     max_tokens: int
     name: str
@@ -56,90 +56,90 @@ class TurnOrder:
     prompt_logprobs: bool = False
 
     @classmethod
-    def parse(cls, request: pb.TurnRequest, entry: ResponseState, limits: TurnLimits) -> "TurnOrder":
+    def parse(cls, request: pb.TurnRequest, response: ResponseState, limits: TurnLimits) -> "TurnOrder":
         """Changes nothing. Raises InvalidValue, Conflict for a session without a prompt, LimitExceeded for too many
         forks. The core refuses a session that is not idle.
         """
-        if request.turn > len(entry.given) + 1:
-            raise InvalidValue("turn", request.turn, f"at most {len(entry.given) + 1}, the next")
+        if request.turn > len(response.inputs) + 1:
+            raise InvalidValue("turn", request.turn, f"at most {len(response.inputs) + 1}, the next")
         check_line("name", request.name, NAME_MAX)
-        after_turn, first_token, is_fork = _place(request, entry, limits.forks)
-        token_ids, max_tokens = _given(request, entry, after_turn, first_token, limits)
-        sampling = sampling_of(request, entry, limits.resolved)
-        if sampling or entry.sampling.min_tokens:  # an engine would refuse a wrong one
-            whole = replace(entry.sampling, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        after_turn, first_token, is_fork = _place(request, response, limits.forks)
+        token_ids, max_tokens = _given(request, response, after_turn, first_token, limits)
+        sampling = sampling_of(request, response, limits.resolved)
+        if sampling or response.sampling.min_tokens:  # an engine would refuse a wrong one
+            whole = replace(response.sampling, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
             check_sampling(whole, vocab_size=limits.vocab_size)
         first_token = first_token if first_token >= 0 else -len(token_ids)
         place = (after_turn, first_token, is_fork)
-        return cls(entry, token_ids, max_tokens, request.name, *place, sampling, request.prompt_logprobs)
+        return cls(response, token_ids, max_tokens, request.name, *place, sampling, request.prompt_logprobs)
 
     @property
-    def event(self) -> on.TurnAsked:
+    def event(self) -> on.TurnRequested:
         is_prompt = self.first_token < 0
         follows = self.is_fork and not is_prompt
-        return on.TurnAsked(
-            self.entry.request_id,
+        return on.TurnRequested(
+            self.response.request_id,
             len(self.token_ids),
             self.first_token if follows else on.NO_FORK,
             is_prompt,
-            follows and self.entry.is_on_path(self.after_turn, self.first_token),
+            follows and self.response.is_on_path(self.after_turn, self.first_token),
         )
 
 
-def _place(request: pb.TurnRequest, entry: ResponseState, forks_most: int) -> tuple[int, int, bool]:
-    """Returns the turn whose path the given tokens continue, the position of the first one there (below 0: they are a
-    prompt), and whether that is a fork.
+def _place(request: pb.TurnRequest, response: ResponseState, forks_most: int) -> tuple[int, int, bool]:
+    """Returns the turn whose path the environment tokens continue, the position of the first one there (below 0: they
+    are a prompt), and whether that is a fork.
     """
-    last, has_prompt = len(entry.given), bool(entry.prompt.token_ids)
+    last, has_prompt = len(response.inputs), bool(response.prompt.token_ids)
     is_prompt = request.fork == pb.TurnRequest.PROMPT
     turn = request.after_turn if request.HasField("after_turn") and not is_prompt else last
     if turn > last:
         raise InvalidValue("after_turn", turn, f"at most {last}, the last one")
     if not (turn or has_prompt or is_prompt):
         raise Conflict("fork", "none", "PROMPT: nothing precedes the turn", why="brings no prompt")
-    tokens = entry.path_tokens(turn)
+    tokens = response.path_tokens(turn)
     first = -1 if is_prompt else request.first_token if request.HasField("first_token") else tokens
     if first > tokens:
         raise InvalidValue("first_token", first, f"at most {tokens}, the response tokens after turn {turn}")
-    is_fork, forks = (turn, first) != (last, tokens), sum(run.is_fork for run in entry.given)
+    is_fork, forks = (turn, first) != (last, tokens), sum(run.is_fork for run in response.inputs)
     if is_fork and forks >= forks_most + (not has_prompt):  # the first turn of a session without a prompt is none
         raise LimitExceeded("fork", forks + has_prompt, f"at most sessions.forks = {forks_most} a session")
     return turn, first, is_fork
 
 
 def _given(
-    request: pb.TurnRequest, entry: ResponseState, after_turn: int, first_token: int, limits: TurnLimits
+    request: pb.TurnRequest, response: ResponseState, after_turn: int, first_token: int, limits: TurnLimits
 ) -> tuple[tuple[int, ...], int]:
-    """Returns the given tokens and the limit of the sampled ones, checked against context and vocabulary."""
-    prompt, before = 0 if first_token < 0 else len(entry.prompt_ids(after_turn)), max(0, first_token)
+    """Returns the environment tokens and the limit of the sampled ones, checked against context and vocabulary."""
+    prompt, before = 0 if first_token < 0 else len(response.prompt_ids(after_turn)), max(0, first_token)
     room = limits.context_tokens - prompt - before - 1  # one is sampled at least
     count = len(request.given_token_ids) // convert.TOKEN_ID_BYTES
     if not 1 <= count <= room:  # before anything is decoded
         allowed = f"1 to {room} tokens" if room > 0 else "none: the session has no room for another turn"
         allowed += f"; it has {prompt + before} of workers.max_model_len_tokens {limits.context_tokens}"
         raise InvalidValue("given_token_ids", f"{count} tokens" if count else MISSING, allowed)
-    given = convert.token_ids_from_wire(request.given_token_ids, "given_token_ids")
-    if limits.vocab_size and not 0 <= min(given) <= max(given) < limits.vocab_size:
-        raise InvalidValue("given_token_ids", [min(given), max(given)], f"ids from 0 to {limits.vocab_size - 1}")
+    inputs = convert.token_ids_from_wire(request.given_token_ids, "given_token_ids")
+    if limits.vocab_size and not 0 <= min(inputs) <= max(inputs) < limits.vocab_size:
+        raise InvalidValue("given_token_ids", [min(inputs), max(inputs)], f"ids from 0 to {limits.vocab_size - 1}")
     most = room - count + 1
-    max_tokens = request.max_tokens or min(most, entry.sampling.max_tokens)
+    max_tokens = request.max_tokens or min(most, response.sampling.max_tokens)
     if max_tokens > most:
         raise InvalidValue(
             "max_tokens",
             max_tokens,
             f"at most {most}, for which workers.max_model_len_tokens {limits.context_tokens} has room",
         )
-    most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, entry.routing)
+    most_bytes = convert.trajectory_bytes_most(prompt, before + count + max_tokens, response.routing)
     if request.prompt_logprobs:  # a session's turn comes with its prompt, too
         most_bytes += LOGPROB_BYTES * (prompt + before + count)
     if most_bytes > limits.message_bytes:  # it could be generated but not delivered
         allowed = f"such that a trajectory fits into service.max_message_bytes {limits.message_bytes}"
         raise InvalidValue("given_token_ids", f"{count} tokens, {most_bytes} bytes in all", allowed)
-    return given, max_tokens
+    return inputs, max_tokens
 
 
 def sampling_of(
-    request: pb.TurnRequest, entry: ResponseState, resolved: Callable[[Prompt], SamplingParams]
+    request: pb.TurnRequest, response: ResponseState, resolved: Callable[[Prompt], SamplingParams]
 ) -> dict[str, SamplingValue]:
     """Returns the turn's sampling parameters that differ from the session's, and a seed if the request has one.
 
@@ -150,10 +150,10 @@ def sampling_of(
     if "max_tokens" in overrides:
         allowed = "given as max_tokens, beside sampling_json"
         raise InvalidValue("sampling.max_tokens", overrides["max_tokens"], allowed)
-    own = {**entry.prompt.sampling, **overrides}
-    wanted = resolved(replace(entry.prompt, sampling=own)) if overrides else entry.sampling
+    own = {**response.prompt.sampling, **overrides}
+    wanted = resolved(replace(response.prompt, sampling=own)) if overrides else response.sampling
     names = [each.name for each in fields(SamplingParams) if each.name not in ("seed", "max_tokens")]
-    found = {name: getattr(wanted, name) for name in names if getattr(wanted, name) != getattr(entry.sampling, name)}
+    found = {name: getattr(wanted, name) for name in names if getattr(wanted, name) != getattr(response.sampling, name)}
     return {**found, **{name: overrides[name] for name in ("seed",) if name in overrides}}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
-    from dora.weights.image import Note
+    from dora.weights.image import ImageNote
 
 log = logging.getLogger("dora.worker")
 
@@ -91,7 +91,7 @@ class Cpu:
 
         return mapped
 
-    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+    def image_source(self, note: "ImageNote", device: "torch.device") -> "Source | None":
         return None  # the file's pages are the trainer's own copy
 
     def handle(self, tensor: "torch.Tensor") -> tuple[Any, ...]:

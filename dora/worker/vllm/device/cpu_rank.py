@@ -9,8 +9,6 @@ from dora.worker.vllm.device.rank import Rank
 
 
 class CpuRank(Rank, CPUWorker):
-    """vLLM's CPU worker."""
-
     device_port = Cpu()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

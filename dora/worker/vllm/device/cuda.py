@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
-    from dora.weights.image import Note
+    from dora.weights.image import ImageNote
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
@@ -87,7 +87,7 @@ class Cuda:
 
         return pinned(device) if ranks == 1 else mapped
 
-    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+    def image_source(self, note: "ImageNote", device: "torch.device") -> "Source | None":
         from dora.weights.cuda_image import opened
         from dora.worker.copying.image_source import image_source
 

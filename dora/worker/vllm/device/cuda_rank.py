@@ -7,6 +7,4 @@ from dora.worker.vllm.device.rank import Rank
 
 
 class CudaRank(Rank, Worker):
-    """vLLM's GPU worker."""
-
     device_port = Cuda()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from dora.engine_patches.mapped_weights import Source
-    from dora.weights.image import Note
+    from dora.weights.image import ImageNote
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -79,7 +79,7 @@ class Device(Protocol):
         Its generator yields name and tensor, and raises DeadlineExceeded, and InvalidValue for an unreadable file.
         """
 
-    def image_source(self, note: "Note", device: "torch.device") -> "Source | None":
+    def image_source(self, note: "ImageNote", device: "torch.device") -> "Source | None":
         """Returns the way of tensors from an image in the trainer's memory; None: engines here read files alone.
 
         Its generator raises ImageRefused too, even in the middle.

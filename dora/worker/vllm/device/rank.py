@@ -94,7 +94,6 @@ class Rank:
         return self.device_port.check_runner(self.model_runner)
 
     def shown_kv(self) -> RankKv:
-        """Returns the place of this rank's KV."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, SnapshotConnector)
         config, memory = connector.kv_cache_config, connector.memory

@@ -5,7 +5,7 @@ or with the base URL ``/sessions/ID`` a turn of that session.
 
 | module | contents |
 |---|---|
-| ``asked`` | names of weights and of sampling sessions; requests for samples, checked |
+| ``received`` | names of weights and of sampling sessions; requests for samples, checked |
 | ``futures`` | samples under way, and those that a client has yet to fetch |
 | ``result`` | a sample in protobuf, by ``sample.proto`` |
 | ``routes`` | the routes below ``/api/v1`` |

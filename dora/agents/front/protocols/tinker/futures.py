@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from dora.agents.front.door import Limits
 from dora.agents.front.errors import RETRY_AFTER_S
+from dora.agents.front.gateway import FrontLimits
 from dora.agents.front.turns import RunningTurn
 from dora.errors import Conflict, DoraError, LimitExceeded
 from dora.rpc.errors import ServiceUnavailable
@@ -61,15 +61,15 @@ class Futures:
     ``limits.future_s``; a fetched one makes room earlier.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: FrontLimits) -> None:
         self._limits = limits
-        self._kept: dict[str, Future] = {}
+        self._futures: dict[str, Future] = {}
 
     def begin(self, name: str, holder: str, digest: bytes, begin: Begin, *, scored: int = 0) -> Future:
         """Begins a sample, or returns the one of the same request. ``scored``: as of the future. Raises Conflict for a
         name that another request has, LimitExceeded.
         """
-        known = self._kept.get(name)
+        known = self._futures.get(name)
         if known is not None:
             if (known.holder, known.digest) != (holder, digest):
                 why = "has been used for another request"
@@ -77,55 +77,54 @@ class Futures:
             known.used_s = time.monotonic()
             return known
         self._make_room()
-        future = self._kept[name] = Future(name, holder, digest, time.monotonic(), scored)
+        future = self._futures[name] = Future(name, holder, digest, time.monotonic(), scored)
         future.task = asyncio.create_task(_sample(future, begin))
         return future
 
     def find(self, name: str, holder: str) -> Future | None:
-        future = self._kept.get(name)
+        future = self._futures.get(name)
         if future is None or future.holder != holder:
             return None
         future.used_s = time.monotonic()
         return future
 
     def __contains__(self, name: str) -> bool:
-        return name in self._kept
+        return name in self._futures
 
     def finish(self, session_id: str, holder: str) -> None:
         """Gives up what a client's session has under way."""
-        for future in self._kept.values():
+        for future in self._futures.values():
             if future.holder == holder and future.name.startswith(f"{session_id}."):
                 future.cancel()
 
     async def run(self) -> None:
-        """Sweeps from time to time, until it is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
 
     def sweep(self) -> None:
-        """Forgets samples that have expired."""
         oldest_s = time.monotonic() - self._limits.future_s
-        for future in [each for each in self._kept.values() if each.used_s < oldest_s]:
+        for future in [each for each in self._futures.values() if each.used_s < oldest_s]:
             if not future.has_ended.is_set():
                 log.info("%s: given up, as no client has asked for it for %g s", future.name, self._limits.future_s)
             future.cancel()
-            del self._kept[future.name]
+            del self._futures[future.name]
 
     async def stop(self) -> None:
-        """Cancels what is under way."""
-        tasks = [future.task for future in self._kept.values() if future.task is not None]
+        tasks = [future.task for future in self._futures.values() if future.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _make_room(self) -> None:
-        if len(self._kept) < self._limits.futures:
+        if len(self._futures) < self._limits.futures:
             return
-        fetched = next((future for future in self._kept.values() if future.is_fetched), None)
+        fetched = next((future for future in self._futures.values() if future.is_fetched), None)
         if fetched is None:
-            raise LimitExceeded("samples", len(self._kept), f"at most {self._limits.futures} that are not yet fetched")
-        del self._kept[fetched.name]
+            raise LimitExceeded(
+                "samples", len(self._futures), f"at most {self._limits.futures} that are not yet fetched"
+            )
+        del self._futures[fetched.name]
 
 
 async def _sample(future: Future, begin: Begin) -> None:

@@ -12,31 +12,30 @@ from typing import Final
 
 from aiohttp import web
 
-from dora.agents.front.asked import MODEL
-from dora.agents.front.door import Door
 from dora.agents.front.errors import category_of, tinker_body
-from dora.agents.front.http import DOOR, TINKER, VERSION_HEADER, Handler, read_asked, read_body, refusing
-from dora.agents.front.protocols.tinker.asked import (
-    asked_model,
+from dora.agents.front.gateway import Gateway
+from dora.agents.front.http import GATEWAY, TINKER, VERSION_HEADER, Handler, read_body, read_request, refusing
+from dora.agents.front.protocols.tinker.futures import Futures
+from dora.agents.front.protocols.tinker.request import (
     is_sample,
     is_session,
     new_session,
     number_of,
-    sample_asked,
+    requested_model,
+    sample_request,
     sampler_model,
     sampler_name,
     text_of,
 )
-from dora.agents.front.protocols.tinker.futures import Futures
 from dora.agents.front.protocols.tinker.result import CONTENT_TYPE, encoded_sample
+from dora.agents.front.request import MODEL
 from dora.errors import Conflict, InvalidValue, NotFound
 
 FUTURES: Final = web.AppKey("futures", Futures)
 
 
-def add_routes(app: web.Application, door: Door) -> None:
-    """Adds the routes, also within a session, and their futures."""
-    app[FUTURES] = Futures(door.limits)
+def add_routes(app: web.Application, gateway: Gateway) -> None:
+    app[FUTURES] = Futures(gateway.limits)
     app.cleanup_ctx.append(_sweeping)
     posts = {
         "client/config": client_config,
@@ -86,17 +85,17 @@ async def not_offered(request: web.Request) -> web.StreamResponse:
 
 async def client_config(request: web.Request) -> web.StreamResponse:
     """Tells the client's settings: how many samples it may wait for at a time."""
-    asked = await read_asked(request)
-    return web.json_response({"sample_max_concurrent_requests": max(1, asked.door.limits.in_flight // 2)})
+    received = await read_request(request)
+    return web.json_response({"sample_max_concurrent_requests": max(1, received.gateway.limits.in_flight // 2)})
 
 
 async def client_dynamic_config(request: web.Request) -> web.StreamResponse:
-    await read_asked(request)
+    await read_request(request)
     return web.json_response({"sample_cancel_enabled": True})
 
 
 async def create_session(request: web.Request) -> web.StreamResponse:
-    await read_asked(request)  # its tags and names are labels
+    await read_request(request)  # its tags and names are labels
     return web.json_response({"type": "create_session", "session_id": new_session()})
 
 
@@ -104,18 +103,18 @@ async def create_sampling_session(request: web.Request) -> web.StreamResponse:
     """Names a sampling session of a version that is live, or of ``policy``: each sample has the version that the window
     gives then.
     """
-    asked = await read_asked(request)
-    session_id, model = text_of(asked.body, "session_id"), asked_model(asked.body)
+    received = await read_request(request)
+    session_id, model = text_of(received.body, "session_id"), requested_model(received.body)
     if not is_session(session_id):
         raise InvalidValue("session_id", session_id, "as create_session has answered")
-    await _check_live(asked.door, model)
-    name = sampler_name(session_id, number_of(asked.body, "sampling_session_seq_id"), model)
+    await _check_live(received.gateway, model)
+    name = sampler_name(session_id, number_of(received.body, "sampling_session_seq_id"), model)
     return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
 
 
-async def _check_live(door: Door, model: str) -> None:
+async def _check_live(gateway: Gateway, model: str) -> None:
     """Raises NotFound for the name of another model, InvalidValue for a version that is not live."""
-    version, live = await door.version_for(model), await door.live()
+    version, live = await gateway.version_for(model), await gateway.live()
     if version is not None and version not in live.versions:
         names = ", ".join(f"{MODEL}-v{each}" for each in live.versions) or "none is"
         raise InvalidValue("model_path", f"{MODEL}-v{version}", f"a live version: {names}", "is not live")
@@ -123,13 +122,13 @@ async def _check_live(door: Door, model: str) -> None:
 
 async def asample(request: web.Request) -> web.StreamResponse:
     """Begins a sample. A repeated request, by its sampling session and number, gets the one that was begun."""
-    asked = await read_asked(request)
-    ask, door, call = sample_asked(asked.body), asked.door, asked.call
-    await _check_live(door, ask.wanted.model)
+    received = await read_request(request)
+    ask, gateway, call = sample_request(received.body), received.gateway, received.call
+    await _check_live(gateway, ask.requested.model)
     future = request.app[FUTURES].begin(
-        ask.name, call.holder, ask.digest, lambda: door.turns(call, ask.wanted, group=ask.name), scored=ask.scored
+        ask.name, call.holder, ask.digest, lambda: gateway.turns(call, ask.requested, group=ask.name), scored=ask.scored
     )
-    ids = [f"{future.name}.{place}" for place in range(ask.wanted.choices)]
+    ids = [f"{future.name}.{place}" for place in range(ask.requested.choices)]
     return web.json_response({"request_id": future.name, "sample_sequence_ids": ids})
 
 
@@ -137,15 +136,15 @@ async def retrieve_future(request: web.Request) -> web.StreamResponse:
     """Waits a while for a sample. 408: ask again; 410: it has expired, or a front had it that died. Then the client
     samples anew, so the group of the first one, which nobody drives, is withdrawn.
     """
-    asked = await read_asked(request)
-    name = text_of(asked.body, "request_id")
-    future = request.app[FUTURES].find(name, asked.call.holder)
+    received = await read_request(request)
+    name = text_of(received.body, "request_id")
+    future = request.app[FUTURES].find(name, received.call.holder)
     if future is None:
         if is_sample(name) and name not in request.app[FUTURES]:
-            await asked.door.withdraw(name)
+            await received.gateway.withdraw(name)
         error = NotFound("request_id", name, "that of a sample that was not given up: ask for it again")
         return web.json_response(tinker_body(error), status=HTTPStatus.GONE)
-    if not await future.ended(asked.door.limits.poll_s):
+    if not await future.ended(received.gateway.limits.poll_s):
         state = {"queue_state": "paused_capacity", "queue_state_reason": future.waits}
         body = {"type": "try_again", "request_id": name, **(state if future.waits else {"queue_state": "active"})}
         return web.json_response(body, status=HTTPStatus.REQUEST_TIMEOUT)
@@ -158,8 +157,8 @@ async def retrieve_future(request: web.Request) -> web.StreamResponse:
 
 async def cancel_future(request: web.Request) -> web.StreamResponse:
     """Gives a sample up; one that has ended or is not known changes nothing."""
-    asked = await read_asked(request)
-    future = request.app[FUTURES].find(text_of(asked.body, "request_id"), asked.call.holder)
+    received = await read_request(request)
+    future = request.app[FUTURES].find(text_of(received.body, "request_id"), received.call.holder)
     if future is not None:
         future.cancel()
     return web.json_response({})
@@ -167,13 +166,13 @@ async def cancel_future(request: web.Request) -> web.StreamResponse:
 
 async def finish_session(request: web.Request) -> web.StreamResponse:
     """Gives up what the client's session has under way."""
-    asked = await read_asked(request)
-    request.app[FUTURES].finish(request.match_info["tinker"], asked.call.holder)
+    received = await read_request(request)
+    request.app[FUTURES].finish(request.match_info["tinker"], received.call.holder)
     return web.json_response({})
 
 
 async def session_heartbeat(request: web.Request) -> web.StreamResponse:
-    await read_asked(request)
+    await read_request(request)
     return web.json_response({"type": "session_heartbeat"})
 
 
@@ -185,13 +184,13 @@ async def telemetry(request: web.Request) -> web.StreamResponse:
 
 async def healthz(request: web.Request) -> web.StreamResponse:
     """Answers while the service does. Raises ServiceUnavailable."""
-    await request.app[DOOR].live()
+    await request.app[GATEWAY].live()
     return web.json_response({"status": "ok"})
 
 
 async def capabilities(request: web.Request) -> web.StreamResponse:
-    live = await request.app[DOOR].live()
-    model = {"model_name": request.app[DOOR].model.reference or live.model, "trainable": False, "sampleable": True}
+    live = await request.app[GATEWAY].live()
+    model = {"model_name": request.app[GATEWAY].model.reference or live.model, "trainable": False, "sampleable": True}
     if live.context_tokens:
         model["max_context_length"] = live.context_tokens
     return web.json_response({"supported_models": [model]})
@@ -199,6 +198,6 @@ async def capabilities(request: web.Request) -> web.StreamResponse:
 
 async def show_sampler(request: web.Request) -> web.StreamResponse:
     sampler = request.match_info["sampler"]
-    model, live = sampler_model(sampler), await request.app[DOOR].live()
-    base_model = request.app[DOOR].model.reference or live.model
+    model, live = sampler_model(sampler), await request.app[GATEWAY].live()
+    base_model = request.app[GATEWAY].model.reference or live.model
     return web.json_response({"sampler_id": sampler, "base_model": base_model, "model_path": model})

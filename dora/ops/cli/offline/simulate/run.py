@@ -13,7 +13,7 @@ from dora.config import DEFAULT_POLICY
 from dora.errors import MISSING, InvalidValue, one_of
 from dora.ops.cli import completion
 from dora.ops.cli.exits import ExitCode
-from dora.ops.cli.options import WINDOW_METAVAR, JsonOption, given_options, refuse_given, window_size
+from dora.ops.cli.options import WINDOW_METAVAR, JsonOption, passed_options, refuse_options, window_size
 from dora.ops.cli.output import print_json, progress_bar, stderr, stdout
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ComparisonTree(Origin):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulateInputs:
     """Inputs that are equal for all policies of one command. ``options``: those that define the scenario."""
 
     steps: int
@@ -146,7 +146,7 @@ def simulate(
     """
     if context.invoked_subcommand is not None:
         reason = f"before {context.invoked_subcommand}, which has its own options"
-        refuse_given(context, given_options(context), reason)
+        refuse_options(context, passed_options(context), reason)
         return
     from dora.config import merged, settings_tree, tree_of, value_at
     from dora.lab.sim.effect import check_effect
@@ -168,25 +168,26 @@ def simulate(
     if compare:
         if policy or plot:
             raise InvalidValue("--policy" if policy else "--plot", policy or str(plot), "left out with --compare")
-        given = value_at(over, "balance.policy")
-        if given is not None:
-            raise InvalidValue("balance.policy", given, "left out with --compare, which runs all of them")
+        policy_named = value_at(over, "balance.policy")
+        if policy_named is not None:
+            raise InvalidValue("balance.policy", policy_named, "left out with --compare, which runs all of them")
         chosen = list(strategies())
     else:
         chosen = [_known_policy(policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY), tuple(strategies()))]
     size = window_size(window)
     scenarios = [_scenario(over, preset, each, size, split, compare) for each in chosen]
     check_effect(scenarios, over)
-    options = _given(preset, file, settings or (), predictor)
-    asked = Asked(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
+    options = _scenario_options(preset, file, settings or (), predictor)
+    inputs = SimulateInputs(steps, warmup, seed, options, tuple(settings or ()), split, as_json)
     if compare:
-        _compare(scenarios, asked)
+        _compare(scenarios, inputs)
     else:
-        _run_one(scenarios[0], asked, plot)
+        _run_one(scenarios[0], inputs, plot)
 
 
-def _given(preset: str, file: Path | None, settings: Sequence[str], predictor: str | None) -> tuple[str, ...]:
-    """Returns the options that define a scenario, as given."""
+def _scenario_options(
+    preset: str, file: Path | None, settings: Sequence[str], predictor: str | None
+) -> tuple[str, ...]:
     named = (
         ("--preset", preset),
         ("--file", file),
@@ -210,11 +211,11 @@ def _scenario(
     from dora.lab.sim.presets import composed, planned
     from dora.lab.sim.scenario import Scenario
 
-    asked = value_at(over, "window.size") if window is None else window
-    if compare and asked == "auto" and not allows_any(policy, strategies()):
-        asked = Scenario().window.size
-    if compare and isinstance(asked, int):
-        window = nearest_window(policy, asked, strategies())
+    size = value_at(over, "window.size") if window is None else window
+    if compare and size == "auto" and not allows_any(policy, strategies()):
+        size = Scenario().window.size
+    if compare and isinstance(size, int):
+        window = nearest_window(policy, size, strategies())
         over = merged(over, tree_of("window.size", window))
     scenario = composed(over, preset, policy, window, shared=True)
     if split is SplitChoice.PRESET or (compare and scenario.cluster.colocated):
@@ -222,21 +223,21 @@ def _scenario(
     return planned(scenario)
 
 
-def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
+def _run_one(scenario: "Scenario", inputs: SimulateInputs, plot: Path | None) -> None:
     from dora.lab.sim.figures.report import Timeline
     from dora.ops.view.simulation import report_table, report_tree
 
     if plot is None:
-        report = _report(scenario, asked)
+        report = _report(scenario, inputs)
     else:
         from dora.lab.sim.figures.plot import check_plot, draw
 
         check_plot(plot)
         timeline = Timeline()
-        report = _report(scenario, asked, timeline=timeline)
+        report = _report(scenario, inputs, timeline=timeline)
         draw(timeline, report, plot)
-    if asked.as_json:
-        print_json(_finite(report_tree(report, scenario) | asked.origin() | {"replay": asked.replay(scenario)}))
+    if inputs.as_json:
+        print_json(_finite(report_tree(report, scenario) | inputs.origin() | {"replay": inputs.replay(scenario)}))
     else:
         stdout().print(report_table(report, scenario))
         if plot is not None:
@@ -244,21 +245,21 @@ def _run_one(scenario: "Scenario", asked: Asked, plot: Path | None) -> None:
     _exit_if_broken([report])
 
 
-def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
+def _compare(scenarios: list["Scenario"], inputs: SimulateInputs) -> None:
     from dora.ops.view.comparison import comparison, comparison_table
 
     reports = [
-        _report(scenario, asked, f" ({number} of {len(scenarios)})")
+        _report(scenario, inputs, f" ({number} of {len(scenarios)})")
         for number, scenario in enumerate(scenarios, start=1)
     ]
     rows = comparison(reports, scenarios)
-    if asked.as_json:
+    if inputs.as_json:
         tree = ComparisonTree(
             preset=scenarios[0].name,
-            seed=asked.seed,
-            steps=asked.steps,
+            seed=inputs.seed,
+            steps=inputs.steps,
             policies=[asdict(row) for row in rows],
-            **asked.origin(),
+            **inputs.origin(),
         )
         print_json(_finite(tree))
     else:
@@ -266,7 +267,9 @@ def _compare(scenarios: list["Scenario"], asked: Asked) -> None:
     _exit_if_broken(reports)
 
 
-def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Timeline | None" = None) -> "Report":
+def _report(
+    scenario: "Scenario", inputs: SimulateInputs, place: str = "", timeline: "Timeline | None" = None
+) -> "Report":
     """Simulates with a progress bar. If a guarantee is violated or a bug found, prints all that is known and exits."""
     from dora.lab.sim.run import BrokenRun
     from dora.lab.sim.run import simulate as run
@@ -274,10 +277,10 @@ def _report(scenario: "Scenario", asked: Asked, place: str = "", timeline: "Time
     try:
         with progress_bar(stderr(), f"{scenario.name}, {scenario.balance.policy}{place}") as tell:
             return run(
-                scenario, steps=asked.steps, warmup=asked.warmup, seed=asked.seed, timeline=timeline, progress=tell
+                scenario, steps=inputs.steps, warmup=inputs.warmup, seed=inputs.seed, timeline=timeline, progress=tell
             )
     except BrokenRun as error:
-        _show_broken(error.report, asked.replay(scenario), asked.as_json)
+        _show_broken(error.report, inputs.replay(scenario), inputs.as_json)
         raise typer.Exit(ExitCode.FAILED) from error
 
 
@@ -300,7 +303,6 @@ def _known_policy(policy: str, known: Sequence[str]) -> str:
 
 
 def _finite(tree: Any) -> Any:
-    """Replaces NaN and infinity by None, because JSON has neither."""
     if isinstance(tree, dict):
         return {key: _finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -8,7 +8,7 @@ import typer
 from dora.errors import InvalidValue, one_of
 from dora.ops.cli import completion
 from dora.ops.cli.exits import ExitCode
-from dora.ops.cli.options import JsonOption, given_options, refuse_given
+from dora.ops.cli.options import JsonOption, passed_options, refuse_options
 from dora.ops.cli.output import print_json, progress_bar, stderr, stdout
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def sweep(
 
     load_strategies()
     if replay is not None:
-        ignored = [option for option in given_options(context) if option not in ("--replay", "--json")]
-        refuse_given(context, ignored, "with --replay, whose token defines the whole trial")
+        ignored = [option for option in passed_options(context) if option not in ("--replay", "--json")]
+        refuse_options(context, ignored, "with --replay, whose token defines the whole trial")
         trial, report = sim.replay(replay)
         if not as_json:
             for fault in trial.faults:

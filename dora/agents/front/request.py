@@ -73,7 +73,7 @@ _LABELS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TurnRequest:
     """A request for turns. It has ``messages``, or ``token_ids``.
 
     ``sampling``: the parameters that the body gives, but ``max_tokens`` (0: the service's).
@@ -112,10 +112,10 @@ class Wanted:
         return {name: value for name, value in self.sampling.items() if name != "seed"}
 
 
-def chat_wanted(body: Mapping[str, Any]) -> Wanted:
+def chat_request(body: Mapping[str, Any]) -> TurnRequest:
     """Returns the request of ``/v1/chat/completions``. Raises InvalidValue, naming the field."""
     reader = _Reader(body)
-    messages = checked_chat(reader.given("messages"))
+    messages = checked_chat(reader.required("messages"))
     tools = checked_tools(reader.get("tools"))
     choice = reader.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -128,7 +128,7 @@ def chat_wanted(body: Mapping[str, Any]) -> Wanted:
     effort = reader.typed("reasoning_effort", str, "")
     if effort:
         options["reasoning_effort"] = effort
-    return reader.wanted(
+    return reader.request(
         messages=messages,
         tools=tools if choice != "none" else [],
         calls=bool(tools) and choice != "none",
@@ -137,22 +137,22 @@ def chat_wanted(body: Mapping[str, Any]) -> Wanted:
     )
 
 
-def completion_wanted(body: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> tuple[Wanted, ...]:
+def completion_requests(body: Mapping[str, Any], encode: Callable[[str], Sequence[int]]) -> tuple[TurnRequest, ...]:
     """Returns the requests of ``/v1/completions``, one for each prompt. Raises InvalidValue, naming the field."""
     reader = _Reader(body)
-    prompts = _prompts(reader.given("prompt"), encode)
+    prompts = _prompts(reader.required("prompt"), encode)
     logprobs = reader.get("logprobs")
     if logprobs not in (None, 0, 1):
         raise InvalidValue("logprobs", logprobs, "0 or 1: a turn has the logprobs of its sampled tokens")
-    given: dict[str, Any] = {"logprobs": logprobs is not None, "is_text": True}
-    given["prompt_logprobs"] = reader.wants_prompt(body.get("stream"))
-    return tuple(_Reader(body, reader.read).wanted(token_ids=token_ids, **given) for token_ids in prompts)
+    options: dict[str, Any] = {"logprobs": logprobs is not None, "is_text": True}
+    options["prompt_logprobs"] = reader.wants_prompt(body.get("stream"))
+    return tuple(_Reader(body, reader.read).request(token_ids=token_ids, **options) for token_ids in prompts)
 
 
-def generate_wanted(body: Mapping[str, Any]) -> Wanted:
+def generate_request(body: Mapping[str, Any]) -> TurnRequest:
     """Returns the request of vLLM's ``/inference/v1/generate``. Raises InvalidValue, naming the field."""
     reader = _Reader(body)
-    token_ids = checked_ids(reader.given("token_ids"), "token_ids")
+    token_ids = checked_ids(reader.required("token_ids"), "token_ids")
     mode = reader.get("output_mode")
     if mode not in (None, "tokens"):
         raise InvalidValue("output_mode", mode, "tokens")
@@ -165,15 +165,15 @@ def generate_wanted(body: Mapping[str, Any]) -> Wanted:
         why = "is not kept: a turn has the logprobs of its sampled tokens"
         raise InvalidValue("sampling_params.logprobs", logprobs, "0 or 1", why)
     prompt_logprobs = inner.wants_prompt(body.get("stream"))
-    found = inner.wanted(logprobs=logprobs is not None, token_ids=token_ids)
+    found = inner.request(logprobs=logprobs is not None, token_ids=token_ids)
     for name in ("model", "stream", "stream_options", "return_token_ids"):
         if nested.get(name) is not None:
             raise InvalidValue(f"sampling_params.{name}", nested[name], f"given as {name}, beside sampling_params")
     for name in (*PARAMETERS, "max_completion_tokens", "n"):
         if body.get(name) is not None:
             raise InvalidValue(name, body[name], f"given as sampling_params.{name}")
-    outer = reader.wanted(token_ids=token_ids)
-    return Wanted(
+    outer = reader.request(token_ids=token_ids)
+    return TurnRequest(
         outer.model,
         token_ids=token_ids,
         sampling=found.sampling,
@@ -205,7 +205,6 @@ def checked_ids(value: Any, field: str) -> list[int]:
 
 
 def _prompts(value: Any, encode: Callable[[str], Sequence[int]]) -> list[Sequence[int]]:
-    """Reads a prompt of completions: a text, token ids, or a list of either."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list) and value and type(value[0]) is int:
@@ -230,7 +229,7 @@ class _Reader:
         self.read.add(name)
         return self._body.get(name)
 
-    def given(self, name: str) -> Any:
+    def required(self, name: str) -> Any:
         value = self.get(name)
         if value is None:
             raise InvalidValue(self._prefix + name, MISSING, "in the body")
@@ -257,14 +256,14 @@ class _Reader:
             raise InvalidValue(field, value, "left out of a stream", "comes with a whole reply alone, as vLLM's does")
         return True
 
-    def wanted(self, **parts: Any) -> Wanted:
+    def request(self, **parts: Any) -> TurnRequest:
         """Returns the request, with the fields that all protocols share."""
         sampling = {name: self._parameter(name) for name in sorted(_SAMPLING) if self.get(name) is not None}
         limits = [self._limit(name) for name in ("max_completion_tokens", "max_tokens")]
         choices = self.typed("n", int, 1)
         if not 1 <= choices <= CHOICES_MAX:
             raise InvalidValue(f"{self._prefix}n", choices, f"1 to {CHOICES_MAX}")
-        found = Wanted(
+        found = TurnRequest(
             model=self.typed("model", str, MODEL),
             sampling=sampling,
             max_tokens=limits[0] or limits[1],

@@ -17,7 +17,7 @@ PAUSE_S: Final = 1.0  # between two starts
 ENDS_WITHIN_S: Final = 10.0
 
 
-class KeptProcess:
+class SupervisedProcess:
     """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets. ``log``: the
     file for its output; None: this process's own. Secrets among the variables are handed to it in an open file.
     """
@@ -36,15 +36,14 @@ class KeptProcess:
         self._secrets = {name: value for name, value in environment.items() if name in SECRETS}
         self._passed = tuple(passed)
         self._log = log
-        self._task = asyncio.create_task(self._kept_running())
+        self._task = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:
-        """Ends the process."""
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
 
-    async def _kept_running(self) -> None:
+    async def _keep_running(self) -> None:
         while True:
             secrets = handed(self._secrets)
             with nullcontext() if self._log is None else self._log.open("ab") as output, os.fdopen(secrets):

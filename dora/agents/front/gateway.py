@@ -12,19 +12,19 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from dora.agents.chat.rendering import Rendered
-from dora.agents.front.asked import MODEL, Wanted, version_of
-from dora.agents.front.callers import TURNS, Call, Callers, Given
+from dora.agents.front.callers import TURNS, Call, Callers, Credentials
 from dora.agents.front.errors import SessionClosed
 from dora.agents.front.figures import Figures
 from dora.agents.front.keys import KEY, is_same, opened_id, service_id_of, session_of
 from dora.agents.front.model import ServedModel
 from dora.agents.front.replays import Replays, Shared
-from dora.agents.front.sessions import AgentSession, Verdict, ended_turn
-from dora.agents.front.source import Live, Opening, SessionHandle, SessionSource
+from dora.agents.front.request import MODEL, TurnRequest, version_of
+from dora.agents.front.sessions import AgentSession, SessionReward, ended_turn
+from dora.agents.front.source import LiveVersions, SessionHandle, SessionOpening, SessionSource
 from dora.agents.front.turns import RunningTurn
 from dora.errors import Conflict, DoraError, InvalidValue, LimitExceeded, NotFound
 from dora.rpc.errors import Unauthenticated
-from dora.rpc.roles import Tokens
+from dora.rpc.roles import ServiceTokens
 from dora.system.crowd import Crowd
 from dora.tls.certificate import Holder
 from dora.tls.http import HttpTls
@@ -37,9 +37,7 @@ LIVE_S: Final = 1.0  # how old the list of versions may be
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a front."""
-
+class FrontLimits:
     body_bytes: int = 32 << 20
     body_s: float = 60.0  # for a whole body to arrive
     connections: int = 4096
@@ -54,7 +52,7 @@ class Limits:
     tools: int = 256
 
 
-class Door:
+class Gateway:
     """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
     ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
     """
@@ -65,13 +63,13 @@ class Door:
         model: ServedModel,
         *,
         key: str = "",
-        limits: Limits | None = None,
+        limits: FrontLimits | None = None,
         tls: HttpTls | None = None,
-        tokens: Tokens | None = None,
+        tokens: ServiceTokens | None = None,
     ) -> None:
         self.model = model
         self.tls = tls
-        self.limits = limits or Limits()
+        self.limits = limits or FrontLimits()
         self.replays = Replays()
         self.prefix_breaks: Counter[str] = Counter()
         self.figures = Figures()
@@ -85,8 +83,8 @@ class Door:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._live: tuple[float, Live] | None = None
-        self._asking: Shared[Live] | None = None
+        self._live: tuple[float, LiveVersions] | None = None
+        self._asking: Shared[LiveVersions] | None = None
 
     # ------------------------------------------------------------------------------------------------------- callers
 
@@ -95,7 +93,7 @@ class Door:
 
         Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
         """
-        return self._callers.call_of(Given(key, session_id, await self._owner(key), holder, method))
+        return self._callers.call_of(Credentials(key, session_id, await self._owner(key), holder, method))
 
     async def _owner(self, key: str) -> str:
         """Returns the session whose key it is; empty: it is no session's. Raises Unauthenticated."""
@@ -121,12 +119,11 @@ class Door:
                 del self._in_flight[call.holder]
 
     async def page(self) -> bytes:
-        """The front's figures, for Prometheus."""
         return await self.figures.page(self.prefix_breaks, self._in_flight.total(), len(self._sessions))
 
     # --------------------------------------------------------------------------------------------------------- turns
 
-    async def live(self) -> Live:
+    async def live(self) -> LiveVersions:
         now_s = time.monotonic()
         if self._live is None or self._live[0] < now_s - LIVE_S:
             asking = self._asking = self._asking or Shared(self.spawn(self._source.live()))
@@ -137,15 +134,15 @@ class Door:
             self.model.renderer.context_tokens = self._live[1].context_tokens
         return self._live[1]
 
-    async def rendered(self, wanted: Wanted) -> Rendered:
+    async def rendered(self, requested: TurnRequest) -> Rendered:
         """Returns a chat as a prompt of its own. Raises InvalidValue."""
-        self._check(wanted)
+        self._check(requested)
         await self.live()
         return await self.model.beside(
-            partial(self.model.renderer.prompt, wanted.messages, wanted.tools, wanted.options)
+            partial(self.model.renderer.prompt, requested.messages, requested.tools, requested.options)
         )
 
-    async def turns(self, call: Call, wanted: Wanted, name: str = "", group: str = "") -> list[RunningTurn]:
+    async def turns(self, call: Call, requested: TurnRequest, name: str = "", group: str = "") -> list[RunningTurn]:
         """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
         its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
         are returned and not sampled again.
@@ -153,34 +150,36 @@ class Door:
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
         came = self.figures.until_first_token()
-        self._check(wanted)
-        await self._check_model(wanted.model)
-        if wanted.messages and call.session_id not in self._sessions:  # a wrong one is refused before it waits
-            wanted = replace(wanted, prompt=await self.rendered(wanted))
-        given = wanted.token_ids if wanted.prompt is None else wanted.prompt.token_ids
-        self.model.renderer.check_tokens(len(given), wanted.max_tokens)
+        self._check(requested)
+        await self._check_model(requested.model)
+        if requested.messages and call.session_id not in self._sessions:  # a wrong one is refused before it waits
+            requested = replace(requested, prompt=await self.rendered(requested))
+        given = requested.token_ids if requested.prompt is None else requested.prompt.token_ids
+        self.model.renderer.check_tokens(len(given), requested.max_tokens)
         if call.session_id:
-            session = await self._session(call, wanted)
+            session = await self._session(call, requested)
             session.used_s = time.monotonic()
-            return await self._begun(session, wanted, came, name)
+            return await self._begun(session, requested, came, name)
         call.check_opens()
         group_id = group or f"one-{uuid.uuid4().hex}"
-        opening = Opening(group_id, wanted.choices, version_of(wanted.model), wanted.first_of_session or None)
+        opening = SessionOpening(
+            group_id, requested.choices, version_of(requested.model), requested.first_of_session or None
+        )
         defaults = await self._defaults()
         turns: list[RunningTurn] = []
         handles = await (self._found_or_opened(opening) if group else self._source.open(opening))
         for number, handle in enumerate(handles):
-            wants_prompt = wanted.prompt_logprobs and not number  # those of other choices would be the same
-            one = replace(wanted, choices=1, sampling=wanted.sampling_of(number), prompt_logprobs=wants_prompt)
+            wants_prompt = requested.prompt_logprobs and not number  # those of other choices would be the same
+            one = replace(requested, choices=1, sampling=requested.sampling_of(number), prompt_logprobs=wants_prompt)
             session = self._made(handle.session_id, handle, defaults)
             turns += [ended_turn(handle)] if handle.turn else await self._begun(session, one, came)
             self.spawn(self._end_after(session, turns[-1]))
         return turns
 
     async def _begun(
-        self, session: AgentSession, wanted: Wanted, came: Callable[[], None], name: str = ""
+        self, session: AgentSession, requested: TurnRequest, came: Callable[[], None], name: str = ""
     ) -> list[RunningTurn]:
-        turns = await session.begin(wanted, name)
+        turns = await session.begin(requested, name)
         for turn in turns:
             turn.came = came
             if turn.prefix_break:
@@ -188,10 +187,10 @@ class Door:
                 log.warning("%s: a history was given anew: %s", session.session_id, turn.prefix_break)
         return turns
 
-    def _check(self, wanted: Wanted) -> None:
+    def _check(self, requested: TurnRequest) -> None:
         for name, parts, most in (
-            ("messages", wanted.messages, self.limits.messages),
-            ("tools", wanted.tools, self.limits.tools),
+            ("messages", requested.messages, self.limits.messages),
+            ("tools", requested.tools, self.limits.tools),
         ):
             if len(parts) > most:
                 raise InvalidValue(name, len(parts), f"at most {most}")
@@ -203,7 +202,6 @@ class Door:
             raise NotFound("model", model, f"{MODEL}, or {MODEL}-vN for a version N of {_listed(live)}")
 
     async def _end_after(self, session: AgentSession, turn: RunningTurn) -> None:
-        """Ends a session of one turn."""
         try:
             await turn.ended()
             if turn.finish_reason == "abort":
@@ -216,7 +214,7 @@ class Door:
 
     # ------------------------------------------------------------------------------------------------------ sessions
 
-    async def open(self, opening: Opening) -> list[AgentSession]:
+    async def open(self, opening: SessionOpening) -> list[AgentSession]:
         """Opens the sessions of one group. A repeated call for a group gets those of the first one.
 
         Raises LimitExceeded, Conflict, InvalidValue, ServiceUnavailable.
@@ -231,7 +229,7 @@ class Door:
             raise Conflict("size", opening.size, f"{len(sessions)}, as in the group's first request", why="differs")
         return sessions
 
-    async def _open(self, opening: Opening) -> list[AgentSession]:
+    async def _open(self, opening: SessionOpening) -> list[AgentSession]:
         try:
             defaults = await self._defaults(opening.sampling or {})
             handles = await self._found_or_opened(opening)
@@ -252,7 +250,7 @@ class Door:
         """Withdraws the group of a front that died, if the service has it."""
         await self._source.withdraw(group, "its front has died")
 
-    async def _found_or_opened(self, opening: Opening) -> Sequence[SessionHandle]:
+    async def _found_or_opened(self, opening: SessionOpening) -> Sequence[SessionHandle]:
         """Returns the sessions of a group, which another front may have opened."""
         try:
             handles = await self._source.find(opening.group, opening.size)
@@ -289,8 +287,7 @@ class Door:
         session.is_closed = True
         self._forget(session)
 
-    async def close(self, session: AgentSession, verdict: Verdict | None = None) -> None:
-        """Ends a session. Later calls of it are refused."""
+    async def close(self, session: AgentSession, verdict: SessionReward | None = None) -> None:
         await session.close(verdict)
         self._forget(session)
 
@@ -306,7 +303,7 @@ class Door:
                     log.warning("%s: %s", session.session_id, error)
                     self._forget(session)
 
-    async def _session(self, call: Call, wanted: Wanted) -> AgentSession:
+    async def _session(self, call: Call, requested: TurnRequest) -> AgentSession:
         """Returns the session of a call. One that nobody opened is opened by its first call."""
         session_id = call.session_id
         self._check_open(session_id)
@@ -314,7 +311,7 @@ class Door:
         if session_id not in self._sessions and not service_id_of(session_id) and not session_id.startswith(KEY):
             call.check_opens()
             self._check_room(1)
-            self._sessions[session_id] = Shared(self.spawn(self._opened(session_id, wanted)))
+            self._sessions[session_id] = Shared(self.spawn(self._opened(session_id, requested)))
         return await self.session(session_id)
 
     async def _settled(self, session_id: str) -> None:
@@ -322,9 +319,9 @@ class Door:
         while isinstance(known := self._sessions.get(session_id), Shared) and known.is_left:
             await known.gone()
 
-    async def _opened(self, session_id: str, wanted: Wanted) -> AgentSession:
+    async def _opened(self, session_id: str, requested: TurnRequest) -> AgentSession:
         try:
-            opening = Opening(session_id, 1, version_of(wanted.model), wanted.first_of_session or None)
+            opening = SessionOpening(session_id, 1, version_of(requested.model), requested.first_of_session or None)
             defaults = await self._defaults()
             (handle,) = await self._found_or_opened(opening)
         except BaseException:
@@ -351,7 +348,6 @@ class Door:
             self._sessions[session_id] = self._made(session_id, handle, defaults)
 
     async def _defaults(self, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the sampling parameters of calls that say nothing. ``own``: those of the session's opening."""
         own = {name: value for name, value in (own or {}).items() if name not in ("seed", "max_tokens")}
         return {**(await self.live()).sampling, **own}
 
@@ -397,11 +393,10 @@ class Door:
         return task
 
     async def stop(self) -> None:
-        """Cancels what is under way."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def _listed(live: Live) -> str:
+def _listed(live: LiveVersions) -> str:
     return ", ".join(map(str, live.versions)) or "none"

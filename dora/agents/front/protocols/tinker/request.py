@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dora.agents.front.asked import CHOICES_MAX, MODEL, Wanted, checked_ids, generate_wanted
+from dora.agents.front.request import CHOICES_MAX, MODEL, TurnRequest, checked_ids, generate_request
 from dora.errors import MISSING, InvalidValue, one_of
 
 SCHEME: Final = "tinker://"
@@ -34,14 +34,14 @@ _PARAMETERS: Final = ("max_tokens", "seed", "stop", "temperature", "top_k", "top
 
 
 @dataclass(frozen=True, slots=True)
-class SampleAsk:
+class SampleRequest:
     """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks.
     ``scored``: the number of last tokens of the prompt whose logprobs are wanted.
     """
 
     name: str
     digest: bytes
-    wanted: Wanted
+    requested: TurnRequest
     scored: int = 0
 
 
@@ -73,7 +73,7 @@ def is_sample(name: str) -> bool:
     return is_session(sampler.partition(".")[0]) and sampler.count(".") > 1 and number.isascii() and number.isdigit()
 
 
-def asked_model(body: Mapping[str, Any]) -> str:
+def requested_model(body: Mapping[str, Any]) -> str:
     """Returns the model that ``model_path``, or else ``base_model``, names. Raises InvalidValue."""
     path, base = _text(body, "model_path"), _text(body, "base_model")
     if not path:
@@ -102,7 +102,7 @@ def text_of(body: Mapping[str, Any], name: str) -> str:
     return found
 
 
-def sample_asked(body: Mapping[str, Any]) -> SampleAsk:
+def sample_request(body: Mapping[str, Any]) -> SampleRequest:
     """Returns the request of ``asample``. Raises InvalidValue, naming the field."""
     for name, value in body.items():
         if name in _FIELDS:
@@ -119,12 +119,12 @@ def sample_asked(body: Mapping[str, Any]) -> SampleAsk:
     if sampler:
         model, name = sampler_model(sampler), f"{sampler}.{number_of(body, 'seq_id')}"
     else:
-        model, name = asked_model(body), f"{new_session()}.one"
-    asked = {"token_ids": _tokens(body.get("prompt")), "sampling_params": _parameters(body.get("sampling_params"))}
-    scored = _scored(body, len(asked["token_ids"]))
-    given: dict[str, Any] = {"logprobs": True, "prompt_logprobs": bool(scored)}
-    wanted = replace(generate_wanted(asked), model=model, choices=samples, **given)
-    return SampleAsk(name, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest(), wanted, scored)
+        model, name = requested_model(body), f"{new_session()}.one"
+    generate = {"token_ids": _tokens(body.get("prompt")), "sampling_params": _parameters(body.get("sampling_params"))}
+    scored = _scored(body, len(generate["token_ids"]))
+    options: dict[str, Any] = {"logprobs": True, "prompt_logprobs": bool(scored)}
+    requested = replace(generate_request(generate), model=model, choices=samples, **options)
+    return SampleRequest(name, hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest(), requested, scored)
 
 
 def _scored(body: Mapping[str, Any], prompt_tokens: int) -> int:
