@@ -16,7 +16,7 @@ from dora.system.files import path_of
 
 __all__ = [
     *("check_parallel", "context_tokens", "default_cache", "experts"),
-    *("made_model", "resolve_model", "routing", "unwritable_cache"),
+    *("layer_count", "made_model", "resolve_model", "routing", "unwritable_cache"),
 ]
 
 # Fields of config.json for the maximum context length; the smallest applies. Source: vLLM,
@@ -107,6 +107,12 @@ def context_tokens(folder: Path) -> int | None:
     said = _text_config(folder)
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
     return min(found, default=None)
+
+
+def layer_count(folder: Path) -> int:
+    """The decoder layers of the model in a Hugging Face folder; 0 if it does not say."""
+    found = _text_config(folder).get("num_hidden_layers")
+    return found if type(found) is int else 0
 
 
 def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,11 +21,12 @@ def verdict_of(name: str, subject: Subject) -> Verdict:
     except Skipped as error:
         return Verdict(name, "skipped", str(error))
     except Failed as error:
-        return Verdict(name, "failed", str(error), error.found, time.monotonic() - began_s)
+        trace, found, said = traceback.format_exc(), error.found, str(error)
     except Exception as error:  # a stage may meet any fault of this machine
-        said = f"{type(error).__name__}: {error}"
-        return Verdict(name, "failed", said.splitlines()[0], {}, time.monotonic() - began_s)
-    return Verdict(name, "ok", "", found, time.monotonic() - began_s)
+        trace, found, said = traceback.format_exc(), {}, f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        return Verdict(name, "ok", "", found, time.monotonic() - began_s)
+    return Verdict(name, "failed", said, found, time.monotonic() - began_s, trace)
 
 
 def main() -> None:

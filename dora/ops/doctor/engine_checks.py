@@ -229,12 +229,14 @@ def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """Writes the model's weights, each scaled, into a folder."""
+    """Writes the model's weights into a folder: those of the first file scaled, the others linked."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()
-    for file in model.glob("*.safetensors"):
-        save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, folder / file.name)
+    first, *others = sorted(model.glob("*.safetensors"))
+    save_file({name: tensor * 1.25 for name, tensor in load_file(first).items()}, folder / first.name)
+    for file in others:
+        (folder / file.name).symlink_to(file.resolve())
     for file in model.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
