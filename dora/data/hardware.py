@@ -27,6 +27,7 @@ class Hardware:
     flops: float  # bf16, dense, per second
     link_bytes_per_s: float  # to the others of its node, in one direction
     network_bytes_per_s: float  # to those of other nodes, in one direction
+    bus_bytes_per_s: float = 64e9  # to its host, in one direction: PCIe 5.0 x16
 
 
 # H20 and H800: StreamRL Table 1, which states links as the sum of both directions. Between nodes 8 x 400 Gbit/s, as in
@@ -40,8 +41,8 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
     for part in (
         Hardware("h800", 80e9, 3.35e12, 989.5e12, 200e9, 50e9),
         Hardware("h20", 96e9, 4.0e12, 148e12, 450e9, 50e9),
-        Hardware("npu-60gb", 60e9, 1.6e12, 350e12, 196e9, 25e9),
-        Hardware("a100-80gb", 80e9, 2.039e12, 312e12, 300e9, 25e9),
+        Hardware("npu-60gb", 60e9, 1.6e12, 350e12, 196e9, 25e9, 32e9),
+        Hardware("a100-80gb", 80e9, 2.039e12, 312e12, 300e9, 25e9, 32e9),
         Hardware("h100", 80e9, 3.35e12, 989.4e12, 450e9, 50e9),
         Hardware("h200", 141e9, 4.8e12, 989.4e12, 450e9, 50e9),
         Hardware("b200", 180e9, 7.7e12, 2250e12, 900e9, 50e9),
@@ -56,3 +57,12 @@ def find_hardware(name: str, option: str = "--hardware") -> Hardware:
     if found is None:
         raise InvalidValue(option, name, one_of(name, HARDWARE))
     return found
+
+
+def hardware_of(model: str) -> Hardware | None:
+    """The data sheet of a GPU by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"; None: there is
+    none. An A100 and an H100 of other sizes or with PCIe have other sheets.
+    """
+    words = model.lower().replace("-", " ").split()
+    named = "a100-80gb" if {"a100", "80gb"} <= {*words} else next((word for word in words if word in HARDWARE), "")
+    return None if {"pcie", "nvl"} & {*words} else HARDWARE.get(named)
