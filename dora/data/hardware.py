@@ -63,6 +63,8 @@ def hardware_of(model: str) -> Hardware | None:
     """The data sheet of a GPU by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"; None: there is
     none. An A100 and an H100 of other sizes or with PCIe have other sheets.
     """
+    if model in HARDWARE:
+        return HARDWARE[model]
     words = model.lower().replace("-", " ").split()
     named = "a100-80gb" if {"a100", "80gb"} <= {*words} else next((word for word in words if word in HARDWARE), "")
     return None if {"pcie", "nvl"} & {*words} else HARDWARE.get(named)

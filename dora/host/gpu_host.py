@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from dora.errors import InvalidValue
 from dora.host.placement import Gpu
 
@@ -97,7 +99,9 @@ def links_of(text: str) -> dict[tuple[int, int], str]:
 
 
 def troubles(read: HostReading, gpus: Sequence[Gpu], ours: Collection[int] = ()) -> list[str]:
-    """Returns what keeps engines on these GPUs from a start, a sentence each. ``ours``: processes that may use them."""
+    """Returns what keeps engines on these GPUs from a start, a sentence each. ``ours``: processes that may use
+    them, with their descendants.
+    """
     found, number = [], driver_number(read.driver)
     if number and int(number.partition(".")[0]) < DRIVER_LEAST:
         found.append(f"a driver of {DRIVER_LEAST} or newer, which CUDA 13 needs; this one is {number}")
@@ -110,7 +114,11 @@ def troubles(read: HostReading, gpus: Sequence[Gpu], ours: Collection[int] = ())
     elif read.shared_bytes < SHARED_LEAST_BYTES:
         found.append(f"a larger {SHARED} than {read.shared_bytes:,} bytes (docker run --shm-size, or --ipc=host)")
     uuids = {gpu.uuid for gpu in gpus}
-    taken = [each for each in processes_of(read.processes) if each.gpu in uuids and each.pid not in ours]
+    taken = [
+        each
+        for each in processes_of(read.processes)
+        if each.gpu in uuids and not {each.pid, *_ancestors(each.pid)} & {*ours}
+    ]
     return found + [f"GPUs that no other process uses: {each}" for each in taken]
 
 
@@ -124,6 +132,12 @@ def check_host(
     for trouble in troubles(read, gpus, ours):
         raise InvalidValue(field, device, f"cuda on a host with {trouble}")
     return read
+
+
+def _ancestors(pid: int) -> set[int]:
+    with suppress(psutil.Error):
+        return {parent.pid for parent in psutil.Process(pid).parents()}
+    return set()
 
 
 def _smi(*arguments: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from dora.config import Config
 from dora.data.run_record import Recorder
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.gpu_host import check_host
 from dora.host.launcher import LOCAL, OwnLauncher, number_of
 from dora.host.launchers import launcher_named
 from dora.host.placement import log_unbound, placement_of
@@ -18,6 +19,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.assembly import services_of
+from dora.orchestrator.device_sizes import device_sizes, placement_for, with_sizes
 from dora.orchestrator.first_canary import compare_later, first_canary
 from dora.orchestrator.guard import contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer
@@ -132,6 +134,8 @@ class Start:
         tls = tls_of(config)
         placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
         placement.check(workers.count, workers.ranks)
+        ours = {process.pid for process, _ in found.values()}
+        await asyncio.to_thread(check_host, placement.gpus, workers.device, ours)
         log_unbound(placement)
 
         def environment(name: str) -> Mapping[str, str]:
@@ -181,6 +185,9 @@ class Start:
         self.versions = version_memory(self.config, reference, self.run_folder, self._kept)
         self.versions.check()
         self.progress(f"weights: {self.versions}")
+        if sizes := device_sizes(self.config, self.model, reference, placement_for(self.config.workers)):
+            self.progress(f"sizes: {sizes}")
+        self.config = with_sizes(self.config, sizes)
         state = self.state
         if state is not None:
             state.check_settings(self.config)

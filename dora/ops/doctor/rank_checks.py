@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 KV_TOKENS: Final = 8192
 MEMORY_SHARE: Final = 0.4  # an engine that was closed may still have its memory
 WHOLE_BYTES: Final = 16 << 30  # a larger model has no room in that share of any GPU
-SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
+SPLITS: Final[tuple[dict[str, Any], ...]] = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
 
 
 def ranks(subject: Subject) -> dict[str, Any]:
