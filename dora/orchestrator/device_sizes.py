@@ -1,5 +1,6 @@
 """Sizes of workers on GPUs that follow from GPU, model and context: slots, and host memory for KV in flight."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from dora.config import Config
 from dora.config.processes import WorkersConfig
 from dora.data.hardware import find_hardware, hardware_of
 from dora.errors import InvalidValue
-from dora.host.placement import Gpu, Placement, placement_of
+from dora.host.placement import VISIBLE, Gpu, Placement, placement_of
 from dora.models import kv_token_bytes
+from dora.weights.holds import GPUS_FILE
 from dora.weights.reference import Reference
 
 RESERVE_BYTES: Final = 5e9  # a GPU's activations, graphs and communication buffers, as in dora plan
@@ -89,3 +91,21 @@ def with_sizes(config: Config, sizes: DeviceSizes | None) -> Config:
         return config
     workers = config.workers.model_copy(update={"slots": sizes.slots})
     return config.model_copy(update={"workers": workers, "kv": config.kv.model_copy(update={"memory_mb": sizes.kv_mb})})
+
+
+def trainer_command(placement: Placement, address: str) -> str:
+    """Returns the command of the reference trainer on the GPUs that no worker gets; empty: there are none."""
+    own = placement.for_trainer
+    if not own:
+        return ""
+    start = "python" if len(own) == 1 else f"torchrun --standalone --nproc-per-node {len(own)}"
+    visible = ",".join(gpu.uuid for gpu in own)
+    return f"{VISIBLE}={visible} {start} -m dora.trainers.grpo --device cuda --dtype bfloat16 --address {address}"
+
+
+def write_gpus(folder: Path, placement: Placement, workers: WorkersConfig) -> None:
+    """Writes which GPUs a trainer on this host gets, and whose the others are, by UUID, for ``trainers.start``."""
+    names = {gpu.uuid: f"worker {number // workers.ranks}" for number, gpu in enumerate(placement.gpus)}
+    taken = dict(list(names.items())[: workers.count * workers.ranks])
+    content = {"trainer": [gpu.uuid for gpu in placement.for_trainer], "taken": taken}
+    (folder / GPUS_FILE).write_text(json.dumps(content))

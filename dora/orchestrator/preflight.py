@@ -18,7 +18,7 @@ from dora.journal.log import Sizes
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import local_host
 from dora.models import context_tokens, made_model, unwritable_cache
-from dora.orchestrator.device_sizes import device_sizes, on_paper, placement_for, with_sizes
+from dora.orchestrator.device_sizes import device_sizes, on_paper, placement_for, trainer_command, with_sizes
 from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.guard import check_tls
 from dora.orchestrator.hosts.tier_server import check_socket, check_tier
@@ -87,6 +87,8 @@ async def run_preflight(config: Config, said: Said) -> None:
             read = await asyncio.to_thread(check_host, placement.gpus, workers.device)
             said("host", f"driver {driver_number(read.driver)}, {read.compiler}" if read else "")
         await _check_content(config, state, run_folder, said, placement)
+    if command := trainer_command(placement, config.service.listen):
+        said("trainer", command)
     await check_address(config)
     Listener(config.kv.host or local_host(config.service.listen)).close()
     said("address", config.service.listen)

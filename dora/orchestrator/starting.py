@@ -19,7 +19,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.assembly import services_of
-from dora.orchestrator.device_sizes import device_sizes, placement_for, with_sizes
+from dora.orchestrator.device_sizes import device_sizes, placement_for, with_sizes, write_gpus
 from dora.orchestrator.first_canary import compare_later, first_canary
 from dora.orchestrator.guard import contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer
@@ -200,6 +200,7 @@ class Start:
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = routing_wanted(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config, self._kept)
+        await asyncio.to_thread(write_gpus, store.root, placement_for(config.workers), config.workers)
         is_new, on_gpus = state is None or state.found.is_new, config.workers.device.startswith("cuda")
         if is_new and not on_gpus:
             canary = await first_canary(config, model, self.progress)

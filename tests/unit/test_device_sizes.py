@@ -10,7 +10,17 @@ from dora.config import Config, load_config
 from dora.errors import InvalidValue
 from dora.host.placement import Gpu, Placement
 from dora.models import kv_token_bytes
-from dora.orchestrator.device_sizes import DeviceSizes, device_sizes, on_paper, placement_for, with_sizes
+from dora.orchestrator.device_sizes import (
+    DeviceSizes,
+    device_sizes,
+    on_paper,
+    placement_for,
+    trainer_command,
+    with_sizes,
+    write_gpus,
+)
+from dora.trainers.start import gpu_of
+from dora.weights.holds import GPUS_FILE
 from dora.weights.reference import Reference, TensorHeader
 from tests.refusals import refused
 
@@ -101,3 +111,30 @@ def test_a_name_without_a_data_sheet_is_refused(name: str) -> None:
 def test_sizes_that_nothing_chooses_are_refused(setting: str, value: int) -> None:
     with refused(InvalidValue, field=setting, value=value):
         load_config(None, [f"{setting}={value}"])
+
+
+def test_the_trainers_command_names_the_gpus_that_no_worker_gets() -> None:
+    placement = placement_for(configured("cuda:H100x8", "workers.gpus_for_trainer=2").workers)
+    command = trainer_command(placement, "127.0.0.1:7070")
+    assert command.startswith("CUDA_VISIBLE_DEVICES=GPU-6,GPU-7 torchrun --standalone --nproc-per-node 2 -m dora")
+    single = placement_for(configured("cuda:H100x2", "workers.gpus_for_trainer=1").workers)
+    assert trainer_command(single, "a:1").startswith("CUDA_VISIBLE_DEVICES=GPU-1 python -m dora.trainers.grpo")
+    assert trainer_command(placement_for(configured("cpu", "workers.kv_tokens=65536").workers), "a:1") == ""
+
+
+def test_a_trainer_takes_its_own_gpus_and_is_warned_of_a_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = configured(
+        "cuda:H100x8", "workers.gpus_for_trainer=2", "workers.tensor_parallel=2", "workers.count=3"
+    ).workers
+    write_gpus(tmp_path, placement_for(workers), workers)
+    gpus = json.loads((tmp_path / GPUS_FILE).read_text())
+    visible = [f"GPU-{number}" for number in range(8)]
+    assert [gpu_of(visible, rank, gpus) for rank in range(2)] == [6, 7], "of all GPUs of the host"
+    assert [gpu_of(visible[6:], rank, gpus) for rank in range(2)] == [0, 1], "by CUDA_VISIBLE_DEVICES"
+    assert gpu_of(["GPU-a", "GPU-b"], 1, {}) == 1, "on another host"
+    assert not caplog.records
+    assert gpu_of(visible[3:4], 0, gpus) == 0
+    (record,) = caplog.records
+    assert "GPU-3" in record.getMessage() and "worker 1" in record.getMessage()
