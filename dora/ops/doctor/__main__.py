@@ -8,6 +8,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from dora.host.placement import ORDER
 from dora.ops.doctor.stages import STAGES
 from dora.ops.doctor.verdict import Failed, Skipped, Subject, Verdict
 
@@ -32,6 +33,7 @@ def verdict_of(name: str, subject: Subject) -> Verdict:
 def main() -> None:
     name, device, model, folder = sys.argv[1:]
     out = os.fdopen(os.dup(1), "w")
+    os.environ.setdefault(ORDER, "PCI_BUS_ID")  # as workers and nvidia-smi count
     os.dup2(2, 1)  # libraries print: only the verdict is the process's output
     verdict = verdict_of(name, Subject(device, Path(model), Path(folder)))
     print(json.dumps(asdict(verdict)), file=out, flush=True)
