@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dora.config import merged
-from dora.lab.planning.hardware import coefficients, find_hardware, kv_tokens
+from dora.data.hardware import find_hardware
+from dora.lab.planning.hardware import coefficients, kv_tokens
 from dora.lab.planning.models import find_model
 from dora.lab.planning.workload import SIGMA, lognormal_of_mean
 from dora.lab.sim.scenario import Workload

@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from dora.data.hardware import find_hardware
 from dora.data.limits import WINDOW_MAX
-from dora.lab.planning.hardware import find_hardware
 from dora.lab.planning.models import find_model
 from dora.lab.planning.workload import lognormal_of_mean, step_workload
 from dora.lab.sim.scenario import Workload

@@ -2,8 +2,8 @@
 
 from functools import cache
 
+from dora.data.hardware import Hardware
 from dora.errors import InvalidValue
-from dora.lab.planning.hardware import Hardware
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.options import Option, best, even_s, options, shortest_pipelines
 from dora.lab.planning.pace import Batch, batch_of

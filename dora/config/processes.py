@@ -20,6 +20,7 @@ from dora.errors import InvalidValue
 CONTEXT_MIN: Final = 16
 CONTEXT_MAX: Final = 1 << 22  # while neither the model's nor the KV-cache's is known
 KV_TOKENS_MIN: Final = 64
+KV_MB, KV_MB_MIN = 1024, 16
 
 
 class WorkersConfig(Section):
@@ -40,12 +41,17 @@ class WorkersConfig(Section):
     gpu_memory_utilisation: PositiveShare = Field(
         0.9, description="share of a GPU's memory for a worker's weights, activations and KV"
     )
-    slots: int = Field(16, ge=1, le=4096, description="requests decoded at once")
+    slots: int = Field(
+        16,
+        ge=0,
+        le=4096,
+        description="requests decoded at once; 0, the default on GPUs: by GPU, model and rollout.max_tokens, 16 to 256",
+    )
     kv_tokens: int = Field(
-        32768, ge=0, description="KV-cache of one worker, at least 64; 0, on GPUs: as many as fit into its memory"
+        32768, ge=0, description="KV-cache of one worker, at least 64; 0, the default on GPUs: as many as fit"
     )
     block_tokens: int = Field(
-        32, ge=0, description="KV block; a multiple of 32 on CPU; 0, on GPUs: the attention backend's own"
+        32, ge=0, description="KV block; a multiple of 32 on CPU; 0, the default on GPUs: the attention backend's own"
     )
     max_model_len_tokens: int = Field(
         0, ge=0, description="prompt and response together, at least 16; 0: the model's context, or kv_tokens if less"
@@ -110,9 +116,12 @@ class WorkersConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _dtype_of_device(cls, values: Any) -> Any:
+    def _defaults_of_device(cls, values: Any) -> Any:
         on_gpus = isinstance(values, Mapping) and str(values.get("device", "")).startswith("cuda")
-        return {"dtype": "bfloat16", **values} if on_gpus else values
+        if not on_gpus:
+            return values
+        chosen = {} if values.get("engine") == "fake" else {"slots": 0, "kv_tokens": 0, "block_tokens": 0}
+        return {"dtype": "bfloat16", **chosen, **values}
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -121,6 +130,8 @@ class WorkersConfig(Section):
             allowed = f"at least {KV_TOKENS_MIN}, or 0 with workers.device = cuda"
             raise InvalidValue("workers.kv_tokens", self.kv_tokens, allowed)
         check_owned(self.engine_args)
+        if not self.slots and not on_gpus:
+            raise InvalidValue("workers.slots", 0, "at least 1, or 0 with workers.device = cuda")
         if not self.block_tokens and not on_gpus:
             raise InvalidValue("workers.block_tokens", 0, "at least 1, or 0 with workers.device = cuda")
         if 0 < self.max_model_len_tokens < CONTEXT_MIN:
@@ -163,7 +174,13 @@ class KvConfig(Section):
     )
     host: str = Field("", description="address at which workers are reached by others; empty: that towards the service")
     bandwidth_mb_per_s: float = Field(0.0, ge=0.0, le=1e6, description="cap on what one worker sends; 0: none")
-    memory_mb: int = Field(1024, ge=16, le=1 << 20, description="snapshots in flight at one worker, each way")
+    memory_mb: int = Field(
+        0,
+        ge=0,
+        le=1 << 20,
+        description="snapshots in flight at one worker, each way, at least 16; 0: 1024; on GPUs what a request of "
+        "the longest context has, up to 8192",
+    )
     timeout_s: Timeout = Field(10.0, description="a peer that stops for so long has failed")
     tier: Literal["none", "lmcache"] = Field(
         "none", description="lmcache: a server of the service keeps KV that any worker of the version may find again"
@@ -174,8 +191,15 @@ class KvConfig(Section):
     spill_mb: int = Field(0, ge=0, le=1 << 26, description="and behind it on a disk; 0: none")
     spill_folder: str = Field("", description="the folder on that disk")
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for snapshots in flight at one worker, each way."""
+        return (self.memory_mb or KV_MB) * 10**6
+
     @model_validator(mode="after")
     def _spills_somewhere(self) -> Self:
+        if 0 < self.memory_mb < KV_MB_MIN:
+            raise InvalidValue("kv.memory_mb", self.memory_mb, f"at least {KV_MB_MIN}, or 0")
         if self.spill_mb and not self.spill_folder:
             raise InvalidValue("kv.spill_folder", "", "a folder on a disk, where kv.spill_mb is above 0")
         return self

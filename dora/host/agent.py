@@ -27,6 +27,7 @@ from dora.host.capacity import capacity_to_wire
 from dora.host.command import LaunchContext
 from dora.host.files import digest_of, model_files
 from dora.host.folder import MODEL, host_folder, kept_bytes
+from dora.host.gpu_host import check_host
 from dora.host.launcher import check_host_name, check_zone
 from dora.host.orphaned import Orphaned
 from dora.host.placement import Placement, log_unbound, placement_of
@@ -85,6 +86,7 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
     check_host_name(options.name)
     check_zone(options.zone)
     placement = placement_of(options.device, for_trainer=options.gpus_for_trainer, field="--device")
+    await asyncio.to_thread(check_host, placement.gpus, options.device, (), "--device")
     log_unbound(placement)
     with host_folder(options.folder) as folder:
         digest = ""

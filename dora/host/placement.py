@@ -72,9 +72,14 @@ class Placement:
             return {VISIBLE: ""}
         self.check(number + 1, ranks)
         own = self.gpus[number * ranks : (number + 1) * ranks]
-        shown = (*own, *self.all_gpus[len(self.gpus) :]) if shows_trainers else own
+        shown = (*own, *self.for_trainer) if shows_trainers else own
         visible = {VISIBLE: ",".join(gpu.uuid for gpu in shown), ORDER: "PCI_BUS_ID"}
         return {**visible, **self._binding(own).environment}
+
+    @property
+    def for_trainer(self) -> tuple[Gpu, ...]:
+        """The GPUs that no worker gets."""
+        return self.all_gpus[len(self.gpus) :]
 
     def why_unbound(self) -> str:
         """Returns which GPUs' workers are not bound to CPUs, and why; empty: all are, or there are no GPUs."""

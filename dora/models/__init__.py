@@ -16,7 +16,7 @@ from dora.system.files import path_of
 
 __all__ = [
     *("check_parallel", "context_tokens", "default_cache", "experts"),
-    *("made_model", "resolve_model", "routing", "unwritable_cache"),
+    *("kv_token_bytes", "layer_count", "made_model", "resolve_model", "routing", "unwritable_cache"),
 ]
 
 # Fields of config.json for the maximum context length; the smallest applies. Source: vLLM,
@@ -107,6 +107,26 @@ def context_tokens(folder: Path) -> int | None:
     said = _text_config(folder)
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
     return min(found, default=None)
+
+
+def layer_count(folder: Path) -> int:
+    """The decoder layers of the model in a Hugging Face folder; 0 if it does not say."""
+    found = _text_config(folder).get("num_hidden_layers")
+    return found if type(found) is int else 0
+
+
+def kv_token_bytes(folder: Path) -> int:
+    """The bytes that a token has in a KV-cache of two-byte values, with full attention in every layer; 0 if the model
+    does not say.
+    """
+    said = _text_config(folder)
+    heads = said.get("num_attention_heads")
+    if not heads or not said.get("hidden_size"):
+        return 0
+    if latent := said.get("kv_lora_rank"):
+        return 2 * layer_count(folder) * int(latent + said.get("qk_rope_head_dim", 0))
+    size = said.get("head_dim") or said["hidden_size"] // heads
+    return 2 * layer_count(folder) * 2 * int(said.get("num_key_value_heads") or heads) * int(size)
 
 
 def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> None:

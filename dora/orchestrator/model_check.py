@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from dora.config import Config
-from dora.host.placement import placement_of
 from dora.models import NAMES
 from dora.models.loadable import check_loadable
+from dora.orchestrator.device_sizes import placement_for
 from dora.weights.contradictions import check_folder
 
 
@@ -15,5 +15,5 @@ def check_model(config: Config, model: Path) -> tuple[str, ...]:
         return ()
     workers = config.workers
     if workers.count and workers.engine == "vllm":
-        check_loadable(model, placement_of(workers.device, for_trainer=workers.gpus_for_trainer).kind)
+        check_loadable(model, placement_for(workers).kind)
     return check_folder(model)

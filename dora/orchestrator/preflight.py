@@ -12,11 +12,13 @@ from dora.config import Config
 from dora.core.policies import check_live
 from dora.data.record_run import SET_ASIDE
 from dora.errors import InvalidValue
-from dora.host.placement import Placement, placement_of
+from dora.host.gpu_host import check_host, driver_number
+from dora.host.placement import Placement
 from dora.journal.log import Sizes
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.plane import local_host
 from dora.models import context_tokens, made_model, unwritable_cache
+from dora.orchestrator.device_sizes import device_sizes, on_paper, placement_for, trainer_command, with_sizes
 from dora.orchestrator.first_canary import first_canary
 from dora.orchestrator.guard import check_tls
 from dora.orchestrator.hosts.tier_server import check_socket, check_tier
@@ -78,10 +80,15 @@ async def run_preflight(config: Config, said: Said) -> None:
             check_socket(run_folder.resolve())
         said("run folder", config.service.run_folder or f"a new one in {_parent(run_folder, config)}")
         workers = config.workers
-        placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
+        placement = placement_for(workers)
         placement.check(workers.count, workers.ranks)
         said("workers", f"{workers.count}, engine {workers.engine}, on {_devices(placement)}")
-        await _check_content(config, state, run_folder, said)
+        if placement.gpus and not on_paper(workers):
+            read = await asyncio.to_thread(check_host, placement.gpus, workers.device)
+            said("host", f"driver {driver_number(read.driver)}, {read.compiler}" if read else "")
+        await _check_content(config, state, run_folder, said, placement)
+    if command := trainer_command(placement, config.service.listen):
+        said("trainer", command)
     await check_address(config)
     Listener(config.kv.host or local_host(config.service.listen)).close()
     said("address", config.service.listen)
@@ -100,7 +107,10 @@ def _parent(run_folder: Path, config: Config) -> Path:
     return run_folder.parent if config.service.state else run_folder
 
 
-async def _check_content(config: Config, state: StateFolder | None, run_folder: Path, said: Said) -> None:
+async def _check_content(
+    config: Config, state: StateFolder | None, run_folder: Path, said: Said, placement: Placement
+) -> None:
+    """Checks the model, the state against it, prompts, record, reward and filter."""
     carries_on = state is not None and not state.found.is_new
     model = await asyncio.to_thread(made_model, config.model, cache_of(config))
     if model is None:
@@ -111,15 +121,19 @@ async def _check_content(config: Config, state: StateFolder | None, run_folder: 
         config, reference = await _check_model(config, model, said)
         kept = 0 if state is None else len(state.found.ledger.versions())
         memory = await asyncio.to_thread(version_memory, config, reference, run_folder, kept)
-        memory.check()
+        if not on_paper(config.workers):
+            memory.check()
         said("weights", str(memory))
+        if sizes := device_sizes(config, model, reference, placement):
+            said("sizes", str(sizes))
+        config = with_sizes(config, sizes)
         if state is not None:
             state.check_settings(config)
             store = run_folder / WEIGHTS_FOLDER / VERSIONS_FOLDER
             await asyncio.to_thread(state.check_brings_back, store)
-        if warning := lacking_room(run_folder, memory.needed_bytes):
+        if not on_paper(config.workers) and (warning := lacking_room(run_folder, memory.needed_bytes)):
             said("run folder", f"warning: {warning}")
-        if not carries_on:
+        if not carries_on and not placement.gpus:  # on GPUs a start does that later
             await _check_first_version(config, model, said)
         source = await _check_prompts(config, model, reference.vocab_size, said)
     record = await asyncio.to_thread(check_record, config, carries_on)

@@ -10,6 +10,7 @@ from pathlib import Path
 from dora.config import Config
 from dora.data.run_record import Recorder
 from dora.host.command import LaunchContext, is_started_so, pool_argv, pool_id_of, worker_argv, worker_environment
+from dora.host.gpu_host import check_host
 from dora.host.launcher import LOCAL, OwnLauncher, number_of
 from dora.host.launchers import launcher_named
 from dora.host.placement import log_unbound, placement_of
@@ -18,6 +19,7 @@ from dora.journal.log import LOG_FOLDER, Log, Sizes
 from dora.kvtier.chunks import chunk_tokens_of
 from dora.kvtransfer.plane import local_host
 from dora.orchestrator.assembly import services_of
+from dora.orchestrator.device_sizes import device_sizes, placement_for, with_sizes, write_gpus
 from dora.orchestrator.first_canary import compare_later, first_canary
 from dora.orchestrator.guard import contexts_of, http_tls_of, tls_of
 from dora.orchestrator.hosts.tier_server import TierServer
@@ -129,6 +131,8 @@ class ServiceStart:
         tls = tls_of(config)
         placement = placement_of(workers.device, for_trainer=workers.gpus_for_trainer)
         placement.check(workers.count, workers.ranks)
+        ours = {process.pid for process, _ in found.values()}
+        await asyncio.to_thread(check_host, placement.gpus, workers.device, ours)
         log_unbound(placement)
 
         def environment(name: str) -> Mapping[str, str]:
@@ -178,6 +182,9 @@ class ServiceStart:
         self.versions = version_memory(self.config, reference, self.run_folder, self._kept)
         self.versions.check()
         self.progress(f"weights: {self.versions}")
+        if sizes := device_sizes(self.config, self.model, reference, placement_for(self.config.workers)):
+            self.progress(f"sizes: {sizes}")
+        self.config = with_sizes(self.config, sizes)
         state = self.state
         if state is not None:
             state.check_settings(self.config)
@@ -190,6 +197,7 @@ class ServiceStart:
         config, state, model, stack = self.config, self.state, self.model, self.stack
         routing = required_routing(config, model)
         store = await asyncio.to_thread(store_of, self.run_folder, model, config, self._kept)
+        await asyncio.to_thread(write_gpus, store.root, placement_for(config.workers), config.workers)
         is_new, on_gpus = state is None or state.found.is_new, config.workers.device.startswith("cuda")
         if is_new and not on_gpus:
             canary = await first_canary(config, model, self.progress)

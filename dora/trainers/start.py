@@ -3,8 +3,9 @@
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dora.trainers.checkpoint import path_of, position_of, read_moments, steps_i
 from dora.trainers.learner import Learner
 from dora.trainers.options import GrpoConfig
 from dora.trainers.ranks import Ranks
+from dora.weights.holds import GPUS_FILE
 from dora.weights.reference import TensorHeader
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class Start:
     moments: str  # a checkpoint; empty: none
     reference: str  # empty: there is no KL term
     reference_version: int
+    gpus: Mapping[str, Any] = field(default_factory=dict)  # of the service's host, as it wrote them
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -62,7 +65,11 @@ def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
             Path(config.reference) if config.reference else _version(attachment, version, "--reference")
         )
     moments = str(checkpoint) if checkpoint is not None else ""
-    return Start(step, str(_folder(weights)), moments, str(reference), attachment.reference_version)
+    gpus = {}
+    if attachment.store_folder is not None:
+        with suppress(OSError):  # a service without workers of its own
+            gpus = json.loads((attachment.store_folder / GPUS_FILE).read_text())
+    return Start(step, str(_folder(weights)), moments, str(reference), attachment.reference_version, gpus)
 
 
 def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()) -> Learner:
@@ -70,7 +77,11 @@ def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequen
 
     Raises Conflict if the model's tensors differ, as the service then has another model.
     """
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if config.device == "cuda" else "cpu"
+    device = torch.device("cpu")
+    if config.device == "cuda":
+        visible = [f"GPU-{torch.cuda.get_device_properties(each).uuid}" for each in range(torch.cuda.device_count())]
+        device = torch.device("cuda", gpu_of(visible, int(os.environ.get("LOCAL_RANK", "0")), start.gpus))
+        torch.cuda.set_device(device)
     module = _module(start.weights, config.dtype).to(device).train()
     try:
         check_module(module, tensors)
@@ -94,6 +105,19 @@ def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequen
     if start.moments:
         learner.set_moments(read_moments(Path(start.moments)))
     return learner
+
+
+def gpu_of(visible: Sequence[str], local_rank: int, gpus: Mapping[str, Any]) -> int:
+    """Returns the index of a rank's GPU among the ``visible`` UUIDs: on the service's host the next of those that it
+    keeps for a trainer. Warns, by its worker's name, of a GPU that is not among them.
+    """
+    own = [visible.index(uuid) for uuid in gpus.get("trainer", ()) if uuid in visible]
+    number = own[local_rank] if local_rank < len(own) else local_rank
+    uuid = visible[number] if number < len(visible) else ""
+    if worker := gpus.get("taken", {}).get(uuid):
+        log.warning("this trainer is on %s, the GPU of %s: set workers.gpus_for_trainer, or CUDA_VISIBLE_DEVICES",
+                    uuid, worker)  # fmt: skip
+    return number
 
 
 def _begun_from(checkpoint: str, step: int) -> Path:

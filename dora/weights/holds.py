@@ -17,6 +17,7 @@ from dora.system.ownership import hold_new, is_abandoned
 from dora.weights.manifest import parsed_name
 
 HOLDS_FOLDER: Final = "holds"
+GPUS_FILE: Final = "gpus.json"  # of the service's own store: the GPUs of its host
 VERSIONS_FOLDER: Final = "versions"
 NAME_FILE: Final = "dora-name"  # in a version's folder: the name of its manifest
 RETIRED_FILE: Final = "dora-retired"  # beside it: the version accepts no new holders

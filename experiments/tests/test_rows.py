@@ -5,7 +5,7 @@ from math import ceil, exp, prod
 
 import pytest
 
-from dora.lab.planning.hardware import find_hardware
+from dora.data.hardware import find_hardware
 from dora.lab.planning.models import find_model
 from dora.lab.planning.options import Option, options
 from dora.lab.planning.pace import Batch

@@ -2,15 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dora.errors import InvalidValue
+from dora.models import resolve_model
 from dora.ops.cli.app import app
+from dora.ops.demo.presets import PRESETS, preset
 from dora.ops.doctor import run
 from dora.ops.doctor.__main__ import verdict_of
+from dora.ops.doctor.checks import demo_of
 from dora.ops.doctor.run import chosen, run_stage, run_stages
 from dora.ops.doctor.stages import STAGES, Stage
 from dora.ops.doctor.verdict import Failed, Skipped, StageResult, Subject
@@ -54,6 +58,42 @@ def test_a_process_that_ends_without_a_verdict_has_failed(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "executable", str(ending))
     verdict = run_stage(STAGES[0], "cuda", tmp_path)
     assert verdict.outcome == "failed" and verdict.said == "ended with 134: CUDA error: out of memory"
+    assert verdict.logs == {"stderr.log": "CUDA error: out of memory"}
+    assert (Path(verdict.folder) / "stderr.log").is_file()
+
+
+def test_a_failure_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_stage(monkeypatch, ValueError("of a library"))
+    verdict = verdict_of("planted", subject(tmp_path))
+    assert "in check" in verdict.traceback and verdict.traceback.rstrip().endswith("ValueError: of a library")
+
+
+def test_logs_of_workers_end_in_the_verdict(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "worker-0.log").write_text("".join(f"line {number}\n" for number in range(500)))
+    found = run.last_lines(tmp_path)["run/logs/worker-0.log"].splitlines()
+    assert found[-1] == "line 499" and len(found) == run.LOG_LINES
+
+
+def test_a_limit_grows_with_the_model_and_allows_for_compilation(tmp_path: Path) -> None:
+    stage = Stage("engine", "a test", lambda _: {})
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16 * 10**9)
+    assert run.limit_s(stage, "cpu", tmp_path / "none") == stage.limit_s
+    assert run.limit_s(stage, "cuda", tmp_path) == stage.limit_s + run.COMPILE_S + 8 * 160
+
+
+def test_a_demo_suits_the_gpus_and_the_model(tmp_path: Path) -> None:
+    on_gpu = Subject("cuda", tmp_path, tmp_path)
+    assert demo_of(on_gpu, 1) == (str(tmp_path), 1)
+    assert demo_of(on_gpu, 8) == (str(tmp_path), 2)
+    assert demo_of(subject(tmp_path), 0) == ("tiny", 2)
+    assert demo_of(Subject("cuda", Path(resolve_model("tiny")), tmp_path), 1) == ("tiny", 1)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16 * 10**9)
+    assert demo_of(on_gpu, 1) == ("tiny", 1), "the trainer computes on the CPU"
+    tiny = preset(str(resolve_model("tiny")))
+    assert tiny == replace(PRESETS["smollm2"], train_layers=2), "tiny has two layers"
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.lab.planning.hardware import HARDWARE
+from dora.data.hardware import HARDWARE
 from dora.lab.planning.layout import Replica, footprints, layer_activation_bytes, limit_bytes, stages
 from dora.lab.planning.models import MODELS, ModelSpec
 

@@ -5,11 +5,12 @@ from functools import partial
 import pytest
 
 from dora.core.forecast.cost import CostModel
+from dora.data.hardware import HARDWARE, find_hardware
 from dora.errors import InvalidValue
 from dora.lab.planning.generation import (
     engine_options,
 )
-from dora.lab.planning.hardware import HARDWARE, coefficients, find_hardware, kv_tokens
+from dora.lab.planning.hardware import coefficients, kv_tokens
 from dora.lab.planning.models import MODELS, find_model
 from dora.lab.planning.workload import Lognormal, step_workload
 from dora.lab.sim.scenario import Scenario

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from dora.lab.planning.hardware import PREFILL_EFFICIENCY, Hardware
+from dora.data.hardware import Hardware
+from dora.lab.planning.hardware import PREFILL_EFFICIENCY
 from dora.lab.planning.layout import Replica
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.pace import LINK_EFFICIENCY, UPDATES, Batch, pace

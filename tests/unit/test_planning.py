@@ -8,6 +8,7 @@ import pytest
 
 from dora.core.forecast.adjustment import even_gain_s, groups_to_add
 from dora.core.forecast.cost import CostModel
+from dora.data.hardware import HARDWARE
 from dora.errors import InvalidValue
 from dora.lab.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
 from dora.lab.planning.generation import (
@@ -17,7 +18,7 @@ from dora.lab.planning.generation import (
     generation,
     ways_to_generate,
 )
-from dora.lab.planning.hardware import HARDWARE, coefficients, kv_tokens
+from dora.lab.planning.hardware import coefficients, kv_tokens
 from dora.lab.planning.models import MODELS
 from dora.lab.planning.plan import ANCHOR, Question, default_training, make_plan
 from dora.lab.planning.workload import Lognormal, StepWorkload, lognormal_of_mean, step_workload

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from dora.data.hardware import HARDWARE
 from dora.errors import InvalidValue
 from dora.lab.planning.allocation import TrainingTime
-from dora.lab.planning.hardware import HARDWARE
 from dora.lab.planning.models import MODELS
 from dora.lab.planning.options import best, even_s, options
 from dora.lab.planning.pace import Batch

@@ -12,9 +12,10 @@ from typing import Final
 
 from dora.config import CostConfig
 from dora.core.forecast.cost import CostModel, read_share
+from dora.data.hardware import Hardware
 from dora.errors import InvalidValue
 from dora.lab.planning.drain import MICRO_BATCHES, ready_s
-from dora.lab.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, Hardware, coefficients, kv_tokens
+from dora.lab.planning.hardware import MEMORY_SHARE, RESERVE_BYTES, coefficients, kv_tokens
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.workload import StepWorkload
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from math import ceil, floor, inf
 from typing import Annotated, Final
 
-from dora.lab.planning.hardware import RESERVE_BYTES, Hardware
+from dora.data.hardware import Hardware
+from dora.lab.planning.hardware import RESERVE_BYTES
 from dora.lab.planning.models import VALUE_BYTES, ModelSpec
 
 TRAINER_SHARE: Final = 0.95  # of the memory: an allocator cannot use all free memory

@@ -7,7 +7,8 @@ from itertools import product, starmap
 from math import ceil, gcd, inf, lcm
 from typing import Final
 
-from dora.lab.planning.hardware import NODE_GPUS, Hardware
+from dora.data.hardware import Hardware
+from dora.lab.planning.hardware import NODE_GPUS
 from dora.lab.planning.layout import Footprint, Replica, ReplicaLayout, footprints, limit_bytes, stages
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.pace import Batch, ReplicaPace, pace

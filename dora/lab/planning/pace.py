@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
+from dora.data.hardware import Hardware
 from dora.lab.planning.drain import MICRO_BATCHES
-from dora.lab.planning.hardware import LAYER_S, NODE_GPUS, PREFILL_EFFICIENCY, Hardware
+from dora.lab.planning.hardware import LAYER_S, NODE_GPUS, PREFILL_EFFICIENCY
 from dora.lab.planning.layout import WEIGHT_AND_GRADIENT_BYTES, PipelineStage, Replica, stage_parameters, stages
 from dora.lab.planning.models import VALUE_BYTES, ModelSpec
 from dora.lab.planning.workload import StepWorkload

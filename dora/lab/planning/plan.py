@@ -6,6 +6,7 @@ from typing import Final
 
 from dora.config import ServiceConfig
 from dora.core.forecast.cost import CostModel
+from dora.data.hardware import HARDWARE, Hardware
 from dora.errors import InvalidValue
 from dora.lab.planning.allocation import Split, TrainingTime, allocate, allocate_across, transfer_s
 from dora.lab.planning.generation import (
@@ -16,7 +17,7 @@ from dora.lab.planning.generation import (
     generation,
     ways_to_generate,
 )
-from dora.lab.planning.hardware import HARDWARE, Hardware, kv_tokens
+from dora.lab.planning.hardware import kv_tokens
 from dora.lab.planning.models import MODELS, ModelSpec
 from dora.lab.planning.training import Trainers
 from dora.lab.planning.workload import StepWorkload

@@ -13,9 +13,9 @@ from math import ceil, inf
 
 import numpy as np
 
+from dora.data.hardware import Hardware
 from dora.errors import InvalidValue
 from dora.lab.planning.allocation import TrainingTime
-from dora.lab.planning.hardware import Hardware
 from dora.lab.planning.layout import ReplicaLayout, limit_bytes
 from dora.lab.planning.models import ModelSpec
 from dora.lab.planning.options import CONTEXTS, Option, best, even_s, longest_that_fits, options, shortest_pipelines

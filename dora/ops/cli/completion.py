@@ -54,7 +54,7 @@ def planned_models() -> list[str]:
 
 
 def hardware() -> list[str]:
-    from dora.lab.planning.hardware import HARDWARE
+    from dora.data.hardware import HARDWARE
 
     return list(HARDWARE)
 

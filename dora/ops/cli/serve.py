@@ -66,7 +66,7 @@ Weights: {versions}.
   export DORA_TOKEN={token}
   dora watch --address {address}
 
-That is the owner's token: it may do all that follows. For those who are to do one thing only:
+{trainer}That is the owner's token: it may do all that follows. For those who are to do one thing only:
 
 {roles}
 
@@ -79,6 +79,12 @@ That is the owner's token: it may do all that follows. For those who are to do o
           step.commit(weights=model)
 """
 
+TRAINER = """\
+The reference trainer, on the GPUs that no worker has:
+
+  {command}
+
+"""
 GUARDED = "\nIt is under TLS: clients need --tls DIR, or DORA_TLS=DIR, with a certificate of the same authority."
 DRAINS = "Ctrl-C drains and stops."
 CARRIES_ON = "Ctrl-C stops without draining; the next start with --state {state} carries on."
@@ -232,8 +238,10 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> None:
+    from dora.orchestrator.device_sizes import placement_for, trainer_command
     from dora.orchestrator.guard import tls_of
 
+    command = trainer_command(placement_for(config.workers), handle.address)
     if as_json:
         print_json(
             {
@@ -243,6 +251,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
                 "model": str(handle.model),
                 "run_folder": str(handle.run_folder),
                 "metrics": handle.metrics,
+                **({"trainer": command} if command else {}),
             }
         )
     else:
@@ -252,6 +261,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
                 token=handle.token,
                 tls=GUARDED if tls_of(config) is not None else "",
                 ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
+                trainer=TRAINER.format(command=command) if command else "",
                 roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
                 model=config.service.begin_from or config.model,
                 window=config.window.size,

@@ -1,8 +1,10 @@
 """The defaults of ``dora demo``: one preset per model."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dora.errors import InvalidValue, one_of
+from dora.models import layer_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,14 @@ AGENT_PRESETS: dict[str, DemoPreset] = {
 
 
 def preset(model: str, *, is_agent: bool = False) -> DemoPreset:
-    """The preset of ``model``. A Hugging Face folder uses smollm2's sizes. Raises InvalidValue for another name."""
+    """The preset of ``model``. A Hugging Face folder uses smollm2's sizes, with no more trained layers than it has.
+    Raises InvalidValue for another name.
+    """
     presets = AGENT_PRESETS if is_agent else PRESETS
     if model in presets:
         return presets[model]
     if "/" in model:
-        return presets["smollm2"]
+        folder, sizes = Path(model), presets["smollm2"]
+        layers = layer_count(folder) if (folder / "config.json").is_file() else 0
+        return replace(sizes, train_layers=min(sizes.train_layers, layers or sizes.train_layers))
     raise InvalidValue("--model", model, f"{one_of(model, PRESETS)}, or the path of a Hugging Face folder (with a '/')")

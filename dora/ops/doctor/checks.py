@@ -7,19 +7,22 @@ import time
 from typing import Any
 
 from dora.host.last_words import reason_in
+from dora.host.placement import placement_of
+from dora.models import resolve_model
 from dora.ops.doctor.verdict import Failed, Skipped, Subject
 from dora.system.environment import without_secrets
 
 BLOCKS = 64
 LAYERS = 4
 REPEATS = 8
+DEMO_BYTES = 2 << 30
 
 
 def environment(subject: Subject) -> dict[str, Any]:
     """Finds versions, the platform of vLLM and the GPUs that this process sees."""
     from importlib.metadata import version
 
-    from dora.host.placement import gpus, placement_of
+    from dora.host.placement import gpus
     from dora.worker.vllm import environment as vllm_environment
     from dora.worker.vllm.device.choice import device_named
     from dora.worker.vllm.device.cpu import features
@@ -99,20 +102,32 @@ def blocks(subject: Subject) -> dict[str, Any]:
 
 
 def run(subject: Subject) -> dict[str, Any]:
-    """Runs a demo of three steps on two workers, then verifies its record."""
+    """Runs a demo of three steps on two workers, or on one where there is one GPU, then verifies its record."""
     out = subject.folder / "demo"
+    model, workers = demo_of(subject, len(placement_of(subject.device, field="--device").gpus))
     report = _dora(
-        *("demo", "--model", str(subject.model) if subject.device == "cuda" else "tiny", "--steps", "3"),
-        *("--groups", "4", "--group-size", "4", "--workers", "2", "--window", "2", "--out", str(out), "--json"),
-        *("--set", f"workers.device={subject.device}"),
+        *("demo", "--model", model, "--steps", "3", "--groups", "4", "--group-size", "4"),
+        *("--workers", str(workers), "--window", "2", "--out", str(out), "--json"),
+        *("--set", f"workers.device={subject.device}", "--set", f"service.run_folder={subject.folder / 'run'}"),
     )
     verified = _dora("verify", str(out / "record"), "--json")
     return {
+        "model": model,
+        "workers": workers,
         "groups_lost": report["groups_lost"],
         "staleness_max": report["staleness_max"],
         "trajectories": verified["trajectories"],
         "logprob_difference_max": verified["max_abs_diff"],
     }
+
+
+def demo_of(subject: Subject, gpus: int) -> tuple[str, int]:
+    """Returns the model and the number of workers of the demo. The trainer computes on the CPU: a model that is too
+    large for that is replaced by a tiny one.
+    """
+    size_bytes = sum(file.stat().st_size for file in subject.model.glob("*.safetensors"))
+    own = subject.device == "cuda" and subject.model != resolve_model("tiny") and size_bytes <= DEMO_BYTES
+    return str(subject.model) if own else "tiny", 1 if gpus == 1 else 2
 
 
 def two_gpus(subject: Subject) -> dict[str, Any]:

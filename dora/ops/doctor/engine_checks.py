@@ -153,10 +153,10 @@ def memory(subject: Subject) -> dict[str, Any]:
 
 
 def engine_of(
-    subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, /, **split: int
+    subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, **settings: Any
 ) -> "VllmEngine":
-    """Starts an engine without weights. ``device``: the subject's, by default. ``split``: its ranks, as
-    ``EngineSettings`` has them; they need no proof.
+    """Starts an engine without weights. ``device``: the subject's, by default. ``settings``: of ``EngineSettings``,
+    over those of all stages; several ranks need no proof.
     """
     from dora.worker.vllm.device.cpu import Cpu
     from dora.worker.vllm.device.cuda import Cuda
@@ -167,12 +167,13 @@ def engine_of(
     return VllmEngine(
         subject.model,
         EngineSettings(
-            slots=SLOTS,
-            kv_tokens=kv_tokens if kv_tokens is not None else CPU_KV_TOKENS if is_cpu else 0,
-            block_tokens=32 if is_cpu else 0,
-            max_model_len_tokens=CONTEXT_TOKENS,
-            memory_share=0.4,
-            **split,  # type: ignore[arg-type]
+            **{
+                "slots": SLOTS,
+                "kv_tokens": kv_tokens if kv_tokens is not None else CPU_KV_TOKENS if is_cpu else 0,
+                "block_tokens": 32 if is_cpu else 0,
+                "max_model_len_tokens": CONTEXT_TOKENS,
+                **settings,
+            }
         ),
         device=device or (Cpu() if is_cpu else Cuda(proves_ranks=True)),
     )
@@ -227,11 +228,14 @@ def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
 
 
 def _changed(model: Path, folder: Path) -> Path:
+    """Writes the model's weights into a folder: those of the first file scaled, the others linked."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()
-    for file in model.glob("*.safetensors"):
-        save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, folder / file.name)
+    first, *others = sorted(model.glob("*.safetensors"))
+    save_file({name: tensor * 1.25 for name, tensor in load_file(first).items()}, folder / first.name)
+    for file in others:
+        (folder / file.name).symlink_to(file.resolve())
     for file in model.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     return folder

@@ -12,8 +12,10 @@ from dora.ops.doctor.verdict import Failed, Skipped, Subject
 if TYPE_CHECKING:
     from dora.worker.vllm.engine import VllmEngine
 
-KV_TOKENS: Final = 8192  # an engine that was closed may still have its memory
-SPLITS: Final = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
+KV_TOKENS: Final = 8192
+MEMORY_SHARE: Final = 0.4  # an engine that was closed may still have its memory
+WHOLE_BYTES: Final = 16 << 30  # a larger model has no room in that share of any GPU
+SPLITS: Final[tuple[dict[str, Any], ...]] = ({"tensor_parallel": 2}, {"pipeline_parallel": 2})
 
 
 def ranks(subject: Subject) -> dict[str, Any]:
@@ -27,12 +29,12 @@ def ranks(subject: Subject) -> dict[str, Any]:
         if torch.cuda.device_count() < 2:
             raise Skipped(f"{torch.cuda.device_count()} GPUs are visible")
     subject = replace(subject, model=_model(subject))
-    alone = engine_of(subject, KV_TOKENS)
+    alone = engine_of(subject, KV_TOKENS, memory_share=MEMORY_SHARE)
     canary = alone.load_weights(0, subject.model, None)
     alone.close()
     found: dict[str, Any] = {"model": str(subject.model)}
     for split in SPLITS:
-        engine = engine_of(subject, KV_TOKENS, None, **split)
+        engine = engine_of(subject, KV_TOKENS, memory_share=MEMORY_SHARE, **split)
         engine.load_weights(0, subject.model, canary)
         sampling = replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)
         moved = check_moves(engine, [sampling])
@@ -78,11 +80,14 @@ def _check_all_or_none(engine: "VllmEngine", sampling: SamplingParams) -> None:
 
 
 def _model(subject: Subject) -> Path:
+    """Returns the given model, or a tiny one if that is too large or cannot be divided among two ranks."""
     from dora.models import check_parallel
     from dora.models.tiny import make_tiny
 
     try:
         check_parallel(subject.model, 2, 2)
-        return subject.model
+        if sum(file.stat().st_size for file in subject.model.glob("*.safetensors")) <= WHOLE_BYTES:
+            return subject.model
     except InvalidValue:
-        return make_tiny("dense", subject.folder / "tiny", seed=1, kv_heads=2)
+        pass
+    return make_tiny("dense", subject.folder / "tiny", seed=1, kv_heads=2)

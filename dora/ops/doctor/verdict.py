@@ -30,10 +30,16 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one stage. ``said``: why it failed or was skipped; ``found``: what it measured, for programs."""
+    """The result of one stage. ``said``: why it failed or was skipped; ``found``: what it measured, for programs.
+
+    A failure also has its ``traceback``, the last lines of each log, and the folder that keeps all of its files.
+    """
 
     stage: str
     outcome: Outcome
     said: str = ""
     found: dict[str, Any] = field(default_factory=dict)
     took_s: float = 0.0
+    traceback: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
+    folder: str = ""

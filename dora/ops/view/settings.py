@@ -1,5 +1,6 @@
 """A configuration as a commented TOML file or a tree, without its secret."""
 
+import json
 from typing import Any
 
 import tomli_w
@@ -37,5 +38,7 @@ def _field(section: BaseModel, name: str, value: Setting) -> str:
     return f"{line}  # {description}" if description else line
 
 
-def _toml_value(value: Setting) -> str:
+def _toml_value(value: Setting | dict[str, Any]) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

@@ -253,6 +253,6 @@ def _kv_settings(config: KvConfig, secret: bytes) -> pb.KvSettings:
         secret=secret,
         transports=config.transports.split(","),
         bandwidth_bytes_per_s=config.bandwidth_mb_per_s * 1e6,
-        memory_bytes=config.memory_mb * 10**6,
+        memory_bytes=config.memory_bytes,
         timeout_s=config.timeout_s,
     )

@@ -111,7 +111,7 @@ def plan(
     the faster stage releases accelerators until the stages differ least. With a window of 1, where the stages overlap
     only while a step is streamed, it chooses the split with the shortest step.
     """
-    from dora.lab.planning.hardware import find_hardware
+    from dora.data.hardware import find_hardware
     from dora.lab.planning.plan import Question, default_training, make_plan
     from dora.ops.cli.offline.model_architecture import planned_model
     from dora.ops.view.plan import plan_table, plan_tree

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dora.weights.image import ImageNote
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
+LANDING_SHIFT: Final = 7  # KV that arrives straight from a GPU may take a 128th of this one's memory
 INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
 
 
@@ -115,5 +116,9 @@ class Cuda:
         from dora.worker.copying.device_memory import LANDING_BYTES
         from dora.worker.copying.rank_stores import store_of_ranks
 
-        landing_bytes = LANDING_BYTES if proof_file("kv").is_file() else 0
-        return store_of_ranks(tensors(), groups, block_count, landing_bytes)
+        if not proof_file("kv").is_file():
+            return store_of_ranks(tensors(), groups, block_count)
+        import torch
+
+        share = torch.cuda.get_device_properties(0).total_memory >> LANDING_SHIFT
+        return store_of_ranks(tensors(), groups, block_count, max(LANDING_BYTES, share))
