@@ -94,7 +94,7 @@ def turns_of(request: RequestSpec) -> dict[str, Any]:
 def read_turns(manifest: Mapping[str, Any]) -> dict[str, Any]:
     inputs = _array(manifest, "given", "<i4")
     _require(len(inputs) % 2 == 0, "head.given", inputs)
-    return {"given": tuple(zip(inputs[::2], inputs[1::2], strict=True)), "kept": manifest["kept"]}
+    return {"inputs": tuple(zip(inputs[::2], inputs[1::2], strict=True)), "kept": manifest["kept"]}
 
 
 def read_sampling(manifest: Mapping[str, Any]) -> SamplingParams:
