@@ -117,11 +117,11 @@ class Slow(stubs.OperatorServicer):
     """Answers when it is told to."""
 
     def __init__(self) -> None:
-        self.requested = asyncio.Semaphore(0)
+        self.asked = asyncio.Semaphore(0)
         self.go = asyncio.Event()
 
     async def GetStatus(self, request: pb.StatusRequest, context: Any) -> pb.Status:
-        self.requested.release()
+        self.asked.release()
         await self.go.wait()
         return pb.Status()
 

@@ -86,7 +86,7 @@ class FakeSession:
         self.is_busy, path = True, [*before, *token_ids]
         self.is_idle.clear()
         self.given_name = name
-        self.requested.append(dict(sampling or {}))
+        self.asked.append(dict(sampling or {}))
         own = {**(self.sampling or {}), **(sampling or {})}
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()

@@ -118,7 +118,7 @@ def test_a_second_continuation_is_a_branch_and_no_break() -> None:
 def test_a_failed_turn_leaves_its_history() -> None:
     conversation = asked()
     tree, messages = conversation.tree, [*conversation.messages, {"role": "user", "content": "?"}]
-    tree.dropped(tree.ask(messages), was_asked=False)
+    tree.dropped(tree.ask(messages), is_known=False)
     tree.dropped(again := tree.ask(messages))
     assert not again.begins
     after = tree.ask(messages)
@@ -154,7 +154,7 @@ def test_token_ids_continue_the_branch_that_they_begin_with() -> None:
     cut = tree.ask_tokens([1, 2, 3, 4, 5, 6, 7, 99, 9])
     assert cut.origin == (0, 5) and cut.inputs == (6, 7, 99, 9) and cut.reason == "tokens"
     assert tree.prefix_breaks == {"tokens": 1}
-    assert tree.ask_tokens([1, 2, 3, 4, 5, 6, 7, 8]).given == (6, 7, 8)  # a cut-off answer that goes on
+    assert tree.ask_tokens([1, 2, 3, 4, 5, 6, 7, 8]).inputs == (6, 7, 8)  # a cut-off answer that goes on
     assert tree.ask_tokens([50]).reason == NEW
 
 

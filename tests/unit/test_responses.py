@@ -79,7 +79,7 @@ def test_a_turn_is_told_again_with_the_rows_of_its_given_tokens(
     elif comes == "kept":
         kept.begin(replace(spec("s", outputs=4), keeps=True, kept=True))
     if comes == "given":
-        kept.begin(replace(spec("s", outputs=6), keeps=True, given=((4, 6),)))
+        kept.begin(replace(spec("s", outputs=6), keeps=True, inputs=((4, 6),)))
     else:
         kept.extend("s", (4, 5), SamplingParams(), 4)
     kept.add([TokenDelta("s", 3, 6, (6,), (-6.0,), None, "", b"".join(map(row, (6, 7, 8))))])
@@ -114,7 +114,7 @@ def test_a_session_that_waits_keeps_no_rows_that_the_service_has() -> None:
 @pytest.mark.parametrize("after", [0, 2, 4, 5, 6, 8, 9])
 def test_a_fork_is_told_again_with_the_rows_from_before_its_given_tokens(after: int) -> None:
     kept, run_first = Responses(), 4 if after in (5, 6) else after
-    kept.begin(replace(spec("s", outputs=6), given=((4, 6),), keeps=True))
+    kept.begin(replace(spec("s", outputs=6), inputs=((4, 6),), keeps=True))
     kept.add([TokenDelta("s", 3, 6, (6,), (-6.0,), None, "", b"".join(map(row, (6, 7, 8))))])
     sampled(kept, "s", 7, 2, routed=True, end=True)
     kept.extend("s", (7, 8), SamplingParams(), after)
@@ -147,11 +147,11 @@ def test_it_is_full_of_what_has_ended_and_of_what_came_alone() -> None:
 def test_prompt_logprobs_are_told_again_with_the_first_token_of_their_turn(given: tuple[tuple[int, int], ...]) -> None:
     """To a service that has no token of the turn. One that came with tokens, from elsewhere, has them not."""
     kept, begin = Responses(), given[-1][1] if given else 0
-    kept.begin(replace(spec("a", outputs=begin), given=given, keeps=True, prompt_logprobs=True))
+    kept.begin(replace(spec("a", outputs=begin), inputs=given, keeps=True, prompt_logprobs=True))
     of_prompt = b"\0" * 4 * (len(PROMPT) + begin - 1)
     kept.add([TokenDelta("a", 3, begin, (1,), (-1.0,), prompt_logprobs=of_prompt)])
     sampled(kept, "a", begin + 1, 2, routed=False, end=True)
-    kept.begin(replace(spec("b", outputs=begin + 1), given=given, keeps=True))
+    kept.begin(replace(spec("b", outputs=begin + 1), inputs=given, keeps=True))
     sampled(kept, "b", begin + 1, 2, routed=False)
     assert {each.request_id: each.prompt_logprobs for each in kept.held()} == {"a": True, "b": False}
     for has, told in ((begin, of_prompt), (begin + 1, b"")):
@@ -165,7 +165,7 @@ def test_prompt_logprobs_are_told_again_with_the_first_token_of_their_turn(given
 
 @pytest.mark.parametrize("after", [0, 2, 4, 5, 6, 8, 9])
 def test_a_fork_has_the_tokens_and_the_digest_of_one_that_was_started(after: int) -> None:
-    request = replace(spec("a", outputs=9), given=((4, 6),), keeps=True)
+    request = replace(spec("a", outputs=9), inputs=((4, 6),), keeps=True)
     forked, started = Responses(), Responses()
     forked.begin(replace(request, output_token_ids=request.output_token_ids[:7], logprobs=request.logprobs[:7]))
     sampled(forked, "a", 7, 2, routed=False, end=True)

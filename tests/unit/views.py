@@ -28,7 +28,7 @@ def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]
         target=column("target"),
         draining=column("draining").astype(bool),
         slots=column("slots", SLOTS),
-        held=np.array([len(held) for held in on], dtype=np.int64),
+        assigned=np.array([len(held) for held in on], dtype=np.int64),
         kv_tokens=column("kv_tokens", KV_TOKENS),
         kv_claimed=kv,
         kv_expected=kv,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.config import load_config, overrides_of
+from dora.config import given, load_config
 from dora.data.trajectory import Trajectory
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
 from dora.ops.cli.app import COMMANDS
@@ -177,10 +177,10 @@ def test_a_dry_run_prints_a_file_that_loads_back_to_the_same_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "123").symlink_to(tiny_dense)  # a text that looks like a number
-    overrides_of = ("--window", "3", "--workers", "1", "--model", "123", "--set", "rollout.temperature=0.5", *ANYWHERE)
-    overrides_of += ("--set", "workers.max_model_len_tokens=512", "--prompts", "tiny")
+    given = ("--window", "3", "--workers", "1", "--model", "123", "--set", "rollout.temperature=0.5", *ANYWHERE)
+    given += ("--set", "workers.max_model_len_tokens=512", "--prompts", "tiny")
     reward = "dora.rewards.answer:score"
-    shown = dora("serve", *overrides_of, "--reward", reward, "--record", 'a "quoted" \\ folder', "--dry-run")
+    shown = dora("serve", *given, "--reward", reward, "--record", 'a "quoted" \\ folder', "--dry-run")
     assert shown.exit_code == ExitCode.OK
     file = tmp_path / "dora.toml"
     file.write_text(shown.stdout)
@@ -275,7 +275,7 @@ def test_profile_refuses_a_folder_that_does_not_exist_before_it_times_anything(t
 
 def test_options_that_were_given_override_and_keep_their_kind() -> None:
     options = {"model": "7", "window.size": 3, "rollout.min_p": 0.5, "record": None, "rollout.ignore_eos": True}
-    config = load_config(None, ["record='here'", *overrides_of(options)])
+    config = load_config(None, ["record='here'", *given(options)])
     assert (config.model, config.window.size, config.rollout.min_p) == ("7", 3, 0.5)
     assert (config.record, config.rollout.ignore_eos) == ("here", True)
 
@@ -366,9 +366,9 @@ def test_the_version_is_an_option_too() -> None:
 @pytest.mark.parametrize(
     "given", [("--token", "hush-hush"), ("--token=hush-hush",), ("--set", "service.token=hush-hush")]
 )
-def test_a_token_is_no_argument(overrides_of: tuple[str, ...]) -> None:
+def test_a_token_is_no_argument(given: tuple[str, ...]) -> None:
     """Other users can read arguments, so it is refused there, without being repeated."""
-    result = dora("serve", "--model", "tiny", *ANYWHERE, *overrides_of, "--dry-run")
+    result = dora("serve", "--model", "tiny", *ANYWHERE, *given, "--dry-run")
     assert result.exit_code == ExitCode.USAGE and "hush-hush" not in result.output
 
 
