@@ -122,7 +122,7 @@ def requests_of(branch: Trajectory, max_tokens: int = 0) -> Sequence[tuple[Reque
                 sampling,
                 tuple(token_ids[:begin]),
                 tuple(logprobs[:begin]),
-                given=given[: turn + begins_given],
+                inputs=given[: turn + begins_given],
             ),
             begin,
             end,

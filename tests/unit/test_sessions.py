@@ -383,7 +383,7 @@ def test_a_session_whose_environment_gives_no_prompt_is_replaced_by_one_that_wai
     assert replaced.replacement_id == f"{S}~1"
     assert bench.state.requests["status"][bench.state.request_row[f"{S}~1"]] == IDLE
     (dropped,) = [each for each in bench.later(11.0) if isinstance(each, do.DropGroup)]
-    assert "no turn was asked" in dropped.reason
+    assert "no turn was requested" in dropped.reason
     check_empty(bench.state)
 
 

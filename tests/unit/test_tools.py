@@ -32,13 +32,13 @@ def session(prompt_id: str) -> list[Trajectory]:
         for turn in turns:
             each = asked.get(turn)
             if each is not None and each.is_prompt:
-                prompt = [*each.inputs]
+                prompt = [*each.given]
             elif each is not None:
                 if each.after_turn is not None:
                     prompt, earlier = paths[each.after_turn]
                     tokens = earlier[: each.first_token]
                     shared, mask = len(tokens), [0] * len(tokens)
-                tokens, mask = [*tokens, *each.inputs], [*mask, *[0] * len(each.inputs)]
+                tokens, mask = [*tokens, *each.given], [*mask, *[0] * len(each.given)]
             if each is not None:
                 events.append(EnvironmentEvent(len(tokens), INPUT, "tool", "", 1.0))
             tokens, mask = [*tokens, *[20 + turn] * SAMPLED], [*mask, *[1] * SAMPLED]

@@ -112,7 +112,7 @@ def values_of(trajectory: Trajectory) -> dict[str, Any]:
 
 async def test_a_restarted_service_restores_each_field_from_the_log_record_that_keeps_it(tmp_path: Path) -> None:
     kinds = {kind.__name__ for kind in records.KINDS}
-    assert {each.kept for each in DECLARED.values()} - {PersistedIn.NOWHERE} <= kinds
+    assert {each.persisted for each in DECLARED.values()} - {PersistedIn.NOWHERE} <= kinds
     config = configured(tmp_path)
     book = ResponseBuffer(config.rollout, ROUTING, window_versions=3)
     with state_folder_of(config, DEFAULT_SIZES) as state:
@@ -127,10 +127,10 @@ async def test_a_restarted_service_restores_each_field_from_the_log_record_that_
     before, after = (list(map(values_of, each.deliver("g0", 5)[0].trajectories)) for each in (book, again))
     defaults = {each.name: each.default for each in fields(Trajectory)}
     for name, declared in DECLARED.items():
-        if declared.kept is not PersistedIn.NOWHERE:
+        if declared.persisted is not PersistedIn.NOWHERE:
             given = [each[name] for each in before]
             assert any(value != defaults[name] for value in given), f"finished() gives {name} its default: lost unseen"
-        assert [each[name] for each in after] == [each[name] for each in before], f"{name}: record {declared.kept}"
+        assert [each[name] for each in after] == [each[name] for each in before], f"{name}: record {declared.persisted}"
 
 
 @pytest.mark.parametrize("packing", [Packing.SAME, Packing.EACH, Packing.RARE])

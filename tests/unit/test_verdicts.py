@@ -200,7 +200,7 @@ def test_an_evaluation_in_part_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: int, reason: str, refusals: dict[str, str]
 ) -> None:
     found = SimpleNamespace(
-        evaluation_id="e0", version=0, asked=1, missing=missing, reason=reason, refused=refusals, groups=[]
+        evaluation_id="e0", version=0, requested=1, missing=missing, reason=reason, refused=refusals, groups=[]
     )
     monkeypatch.setattr(evaluate, "ask", lambda *_: found)
     file = tmp_path / "rows.jsonl"

@@ -26,7 +26,7 @@ def check_repeated(
     if request.max_tokens not in (0, run.max_tokens):
         raise _other("max_tokens", request.max_tokens, run.max_tokens)
     if request.prompt_logprobs and not (run.prompt_logprobs and request.turn == len(response.inputs)):
-        allowed = "false: they were not asked for in the turn's first call, or a later turn was asked"
+        allowed = "false: they were not asked for in the turn's first call, or a later turn was requested"
         raise Conflict("prompt_logprobs", True, allowed, why="are not kept")
     requested, own = sampling_of(request, response, resolved), run.sampling
     for name in sorted({*requested, *own}):
