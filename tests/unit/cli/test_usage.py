@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.config import given, load_config
+from dora.config import load_config, overrides_of
 from dora.data.trajectory import Trajectory
 from dora.errors import CanaryMismatch, Conflict, InvalidValue, NotFound
 from dora.ops.cli.app import COMMANDS
@@ -275,7 +275,7 @@ def test_profile_refuses_a_folder_that_does_not_exist_before_it_times_anything(t
 
 def test_options_that_were_given_override_and_keep_their_kind() -> None:
     options = {"model": "7", "window.size": 3, "rollout.min_p": 0.5, "record": None, "rollout.ignore_eos": True}
-    config = load_config(None, ["record='here'", *given(options)])
+    config = load_config(None, ["record='here'", *overrides_of(options)])
     assert (config.model, config.window.size, config.rollout.min_p) == ("7", 3, 0.5)
     assert (config.record, config.rollout.ignore_eos) == ("here", True)
 
