@@ -121,9 +121,9 @@ def test_logprobs_of_a_session_are_those_of_transformers(
     for request in requests:
         session = engine.request(request.request_id)
         expected = expected_of(reference, session.prompt_token_ids, session.output_token_ids)
-        for first, end in session.given:
+        for first, end in session.inputs:
             expected[first:end] = 0.0  # nobody sampled them
-        assert len(session.given) == 3
+        assert len(session.inputs) == 3
         assert float((torch.tensor(session.logprobs) - expected).abs().max()) < AGREEMENT
         engine.remove(request.request_id)
 

@@ -296,7 +296,7 @@ def load_under_live_requests(patch: Patch) -> None:
 
     def settle_blindly(state: State, indexes: Iterable[int]) -> None:
         with patch.context() as blind:
-            blind.setattr(Worker, "held", property(lambda self: 0))
+            blind.setattr(Worker, "assigned", property(lambda self: 0))
             settle(state, indexes)
 
     patch.setattr(membership, "settle", settle_blindly)
@@ -675,7 +675,7 @@ def evaluation_keeps_its_slots(patch: Patch) -> None:
 
 def evaluations_die_with_their_worker(patch: Patch) -> None:
     def lost(self: RunningEvaluations, worker_id: str, now_s: float) -> None:
-        self.held.pop(worker_id, None)
+        self.placed.pop(worker_id, None)
         self.lent.discard(worker_id)
 
     patch.setattr(RunningEvaluations, "lost", lost)

@@ -35,7 +35,7 @@ Patch = pytest.MonkeyPatch
 
 
 def weights_change_under_idle_sessions(patch: Patch) -> None:
-    patch.setattr(Worker, "is_empty", property(lambda self: not self.held))
+    patch.setattr(Worker, "is_empty", property(lambda self: not self.assigned))
 
 
 def idle_sessions_stay_with_a_lost_worker(patch: Patch) -> None:

@@ -47,7 +47,7 @@ def test_where_a_step_fills_the_kv_the_first_worker_is_filled_and_does_not_wait_
     for number in range(1, 10):
         bench.join(f"w{number}")
     bench.offer(8)
-    assert bench.state.workers["w0"].held == held
+    assert bench.state.workers["w0"].assigned == held
 
 
 def test_without_an_older_version_kv_is_still_known_to_be_ample_at_a_publish() -> None:
@@ -75,7 +75,7 @@ def test_what_runs_dry_gets_the_newest_version_without_a_plan() -> None:
     before = bench.state.counters.rebalances
     dry = bench.state.workers[bench.owner("g4.3")]
     bench.complete("g4.3")
-    assert (dry.held, dry.target, dry.loading) == (0, 1, 1)
+    assert (dry.assigned, dry.target, dry.loading) == (0, 1, 1)
     assert bench.state.counters.rebalances == before
 
 

@@ -110,7 +110,7 @@ def test_a_dead_workers_requests_go_on_elsewhere_after_what_was_delivered() -> N
     bench.post(on.WorkerLost(lost, bench.state.workers[lost].epoch, "killed"))
     (other,) = bench.state.workers
     assert bench.evaluated_by(other) == 8 and len(bench.state.evaluations.running["e1"].waiting) == 8
-    bench.evaluate(next(iter(bench.state.evaluations.held[other])))
+    bench.evaluate(next(iter(bench.state.evaluations.placed[other])))
     assert bench.given(do.StartRequest)[-1].request_id == "e1.0.0"
 
 
@@ -187,7 +187,7 @@ def test_an_evaluation_of_an_old_version_that_nobody_hosts_gets_a_worker() -> No
     bench.load_all()
     bench.now_s += UNHOSTED_S / 2
     bench.post(on.Tick())
-    assert targets(bench) == [1] and bench.state.evaluations.running["e1"].held == 0
+    assert targets(bench) == [1] and bench.state.evaluations.running["e1"].placed == 0
     bench.now_s += UNHOSTED_S
     bench.post(on.Tick())
     assert targets(bench) == [0]

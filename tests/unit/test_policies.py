@@ -245,7 +245,7 @@ def test_routing_goes_to_the_largest_gain_above_the_threshold() -> None:
     assert board.load(1) == load(2, 320)
     board.take_off(2)
     assert board.load(1) == load(1, 300)
-    board.held[:], board.waiting[:], board.kv[:] = (20, 20, 3), (0, 0, 2), (900, 900, 100)
+    board.assigned[:], board.waiting[:], board.kv[:] = (20, 20, 3), (0, 0, 2), (900, 900, 100)
     assert relative_gain(load(20, 900), 20, heavy) < MU
     assert not board.route(2, [0, 1, 2])  # withheld
 
