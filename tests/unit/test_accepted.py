@@ -110,7 +110,7 @@ def asked() -> ResponseBuffer:
     made = ResponseBuffer(RolloutConfig())
     made.admit("g0", Prompt("p0", "", (), group_size=1, environment="e"), 0, {"g0.0": 0}, 10.0)
     record = made.give(order(made["g0.0"], PROMPT, 4, "agent", (0, -3), prompt_logprobs=True), 10.5)
-    assert record.turns[0][-1] is True and runs_of([(0, 3, 10.5, *record.turns[0][1:])]) == made["g0.0"].given
+    assert record.turns[0][-1] is True and runs_of([(0, 3, 10.5, *record.turns[0][1:])]) == made["g0.0"].inputs
     return made
 
 
