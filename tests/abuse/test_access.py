@@ -16,6 +16,7 @@ LEAST = {
     Role.ENVIRONMENT: {
         "Sessions/Attend",
         "Sessions/Open",
+        "Sessions/FindSession",
         "Sessions/Withdraw",
         "Sessions/Describe",
         "Sessions/Turn",

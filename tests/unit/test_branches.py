@@ -111,7 +111,7 @@ class Session:
         assert (list(entry.prompt_ids()), entry.tokens.tolist()) == (told.prompt, [token for token, _ in told.response])
         assert len(entry) == len(told.response)
         is_given = np.zeros(len(entry), bool)
-        for first, end in entry.given_bounds():
+        for first, end in entry.input_bounds():
             assert first < end
             is_given[first:end] = True
         assert is_given.tolist() == [turn < 0 for _, turn in told.response]

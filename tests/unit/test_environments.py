@@ -209,7 +209,7 @@ def test_the_log_has_turns_ends_and_attempts() -> None:
     for before in (*shell.buffer._groups["g0"],):
         after = again[before.request_id]
         assert replace(before, window_versions=0, finished_at=0.0) == replace(after, window_versions=0, finished_at=0.0)
-    assert again["g0.0"].given_bounds() == [(2, 4), (6, 7)] and again["g0.1"].is_closed
+    assert again["g0.0"].input_bounds() == [(2, 4), (6, 7)] and again["g0.1"].is_closed
     spec: Any = again["g0.0"].spec()
     assert (spec.inputs, spec.keeps, spec.sampling.max_tokens, spec.pending) == (((2, 4), (6, 7)), True, 9, 1)
     assert not len(again["g0.2~1"]) and again["g0.2~1"].sampling.seed != shell.buffer["g0.3"].sampling.seed
