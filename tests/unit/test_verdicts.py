@@ -38,14 +38,22 @@ from tests.unit.test_verify import models, record, rewrite, trajectories  # noqa
 PLANTED = {  # each module that may end a command with 1, and the tests in which it does
     "demo.py": Shown("tests/unit/test_verdicts.py::test_a_demo_with_a_broken_promise_ends_with_1"),
     "doctor.py": Shown("tests/unit/test_verdicts.py::test_a_machine_is_well_only_if_a_stage_is"),
-    "evaluate.py": Shown("tests/unit/test_verdicts.py::test_an_evaluation_in_part_ends_with_1"),
-    "profile.py": Shown("tests/unit/test_profile_run.py::test_a_fit_that_fails_its_check_is_not_written_and_says_why"),
-    "replay.py": Shown("tests/unit/test_replay.py::test_the_command_shows_what_ended_the_service_without_a_traceback"),
-    "verify.py": Shown("tests/unit/test_verdicts.py::test_a_record_with_a_violation_or_without_content_ends_with_1"),
-    "simulate/run.py": Shown(
+    "control/evaluate.py": Shown("tests/unit/test_verdicts.py::test_an_evaluation_in_part_ends_with_1"),
+    "offline/profile.py": Shown(
+        "tests/unit/test_profile_run.py::test_a_fit_that_fails_its_check_is_not_written_and_says_why"
+    ),
+    "offline/replay.py": Shown(
+        "tests/unit/test_replay.py::test_the_command_shows_what_ended_the_service_without_a_traceback"
+    ),
+    "offline/verify.py": Shown(
+        "tests/unit/test_verdicts.py::test_a_record_with_a_violation_or_without_content_ends_with_1"
+    ),
+    "offline/simulate/run.py": Shown(
         "tests/unit/test_verdicts.py::test_a_simulation_whose_report_counts_a_violation_ends_with_1"
     ),
-    "simulate/sweep.py": Shown("tests/unit/test_sweep.py::test_a_failure_is_printed_with_the_command_that_replays_it"),
+    "offline/simulate/sweep.py": Shown(
+        "tests/unit/test_sweep.py::test_a_failure_is_printed_with_the_command_that_replays_it"
+    ),
 }
 
 

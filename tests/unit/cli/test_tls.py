@@ -68,7 +68,6 @@ def test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line(
         base += ("--address", "127.0.0.1:9")
     if command == "eval":
         base = ("eval", str(prompts), "--address", "127.0.0.1:9")
-    monkeypatch.setenv("DORA_TOKEN", "mine")
     for given, words in (
         (("--tls", str(tmp_path / "none")), "tls.ca"),
         (("--tls", str(own), "--tls-key", str(trainer / "key.pem")), "does not fit"),
@@ -78,6 +77,7 @@ def test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line(
     ):
         if command == "token":
             given += ("--call", "dora.v1.Operator/GetStatus")
+        monkeypatch.setenv("DORA_TOKEN", "mine")  # a command takes it out of its own environment
         code, shown = said(*base, *given)
         assert code == 2 and words in shown and "Traceback" not in shown, (given, shown)
         assert len(shown.strip().splitlines()) == 1, shown
