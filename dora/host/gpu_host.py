@@ -19,6 +19,7 @@ import psutil
 
 from dora.errors import InvalidValue
 from dora.host.placement import Gpu
+from dora.system.environment import without_secrets
 
 DRIVER_LEAST: Final = 580  # of CUDA 13: NVIDIA, CUDA Toolkit Release Notes, minimum driver versions
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
@@ -144,7 +145,13 @@ def _smi(*arguments: str) -> str:
     with suppress(OSError, subprocess.TimeoutExpired):
         argv = ["nvidia-smi", *arguments]
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=SMI_S, check=False, stdin=subprocess.DEVNULL
+            argv,
+            env=without_secrets(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SMI_S,
+            check=False,
         )
         return "" if done.returncode else done.stdout
     return ""

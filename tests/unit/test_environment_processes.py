@@ -87,7 +87,7 @@ async def test_an_exit_is_an_error_of_its_session_and_ends_no_process(method: st
 
 async def test_a_call_that_blocks_is_named_with_its_line_and_neighbours_are_not_charged() -> None:
     bad, neighbours = faulty(1, "step blocks"), [faulty(number, "behaves") for number in range(2, 6)]
-    async with processes(timeout_s=4.0) as found:
+    async with processes(timeout_s=12.0) as found:
         await attended(found, *neighbours, bad)
     assert bad.fault == "session" and "blocked the event loop" in bad.failed and "misbehave" in bad.failed
     for each in neighbours:

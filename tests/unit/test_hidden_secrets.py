@@ -116,7 +116,9 @@ def test_no_other_process_of_its_user_reads_a_token_from_a_process_s_variables(a
     environment = {**os.environ, "DORA_TOKEN": SECRET}
     with subprocess.Popen([sys.executable, "-m", *argv], env=environment, stderr=subprocess.PIPE) as process:
         try:
-            assert SECRET.encode() in environ_of(process.pid)
+            while not (begun := environ_of(process.pid)):  # its program is not loaded yet
+                assert process.poll() is None
+            assert SECRET.encode() in begun
             deadline = time.monotonic() + 120
             while SECRET.encode() in environ_of(process.pid):
                 assert process.poll() is None and time.monotonic() < deadline, "it shows its token"

@@ -120,5 +120,7 @@ class Cuda:
             return store_of_ranks(tensors(), groups, block_count)
         import torch
 
-        share = torch.cuda.get_device_properties(0).total_memory >> LANDING_SHIFT
-        return store_of_ranks(tensors(), groups, block_count, max(LANDING_BYTES, share))
+        found = tensors()
+        device = next(iter(found[0].values())).device
+        total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        return store_of_ranks(found, groups, block_count, max(LANDING_BYTES, total_bytes >> LANDING_SHIFT))
