@@ -181,7 +181,7 @@ async def test_drawn_prompts_are_offered_and_become_entries_once_admitted() -> N
 def test_each_command_has_one_handler() -> None:
     parts = Parts()
     assert parts.executor._handler_of.keys() == set(get_args(do.Command))
-    with pytest.raises(AssertionError, match="two handlers"):
+    with pytest.raises(AssertionError):
         parts.executor.register(parts.evaluations.handlers)
 
 
