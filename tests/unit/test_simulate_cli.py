@@ -337,14 +337,17 @@ def test_progress_moves_within_a_step() -> None:
     assert any(not step.is_integer() for step in steps), steps
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere_each_after_its_patience() -> None:
-    def told(terminal: bool, patience_s: float, lines_s: float = 60.0) -> str:
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere_each_after_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(terminal: bool, patience_s: float) -> str:
         stream = io.StringIO()
-        with progress_bar(Console(file=stream, force_terminal=terminal), "small, dora", patience_s, lines_s) as tell:
+        with progress_bar(Console(file=stream, force_terminal=terminal), "small, dora", patience_s) as tell:
             tell(0.5)
         return stream.getvalue()
 
     assert "small, dora" in told(terminal=True, patience_s=0.0)
     assert told(terminal=True, patience_s=60.0).strip() == ""
     assert told(terminal=False, patience_s=0.0) == ""
-    assert told(terminal=False, patience_s=0.0, lines_s=0.0).startswith("dora: small, dora: 50%")
+    monkeypatch.setattr("dora.ops.cli.output.LINES_S", 0.0)
+    assert told(terminal=False, patience_s=0.0).startswith("dora: small, dora: 50%")

@@ -107,7 +107,7 @@ def test_progress_goes_by_tokens_and_ends_at_one(record: Path, trajectories: lis
 
 
 def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dora.ops.cli.offline.verify.LINES_S", 0.0)
+    monkeypatch.setattr("dora.ops.cli.output.LINES_S", 0.0)
     shown = CliRunner().invoke(app, ["verify", str(record), "--json"])
     assert json.loads(shown.stdout)["ok"]
     lines = shown.stderr.splitlines()
@@ -115,7 +115,7 @@ def test_the_command_tells_its_progress_in_lines_on_stderr_alone(record: Path, m
     for number, line in enumerate(lines, start=1):
         assert re.match(rf"dora: verifying: \d+% \({number} of 6 trajectories\)(, .* left)?$", line)
     assert lines[-1].startswith("dora: verifying: 100%")
-    monkeypatch.setattr("dora.ops.cli.offline.verify.LINES_S", 1e9)
+    monkeypatch.setattr("dora.ops.cli.output.LINES_S", 1e9)
     assert CliRunner().invoke(app, ["verify", str(record)]).stderr == ""
 
 

@@ -74,20 +74,18 @@ def print_reply(reply: "OperatorReply", as_json: bool) -> None:
 
 
 @contextmanager
-def progress_bar(
-    console: Console, title: str, patience_s: float = PATIENCE_S, lines_s: float = LINES_S
-) -> Iterator["Tell"]:
+def progress_bar(console: Console, title: str, patience_s: float = PATIENCE_S) -> Iterator["Tell"]:
     """Yields a progress callback.
 
     On a terminal, a bar appears after ``patience_s`` and disappears at the end. Elsewhere, a line is printed every
-    ``lines_s`` seconds.
+    ``LINES_S`` seconds.
     """
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(title, total=1.0)
-    shown_after_s = time.monotonic() + (patience_s if console.is_terminal else lines_s)
+    shown_after_s = time.monotonic() + (patience_s if console.is_terminal else LINES_S)
 
     def tell(share: float, how_far: str = "") -> None:
         nonlocal shown_after_s
@@ -97,7 +95,7 @@ def progress_bar(
         if console.is_terminal:
             bar.start()
         else:
-            shown_after_s += lines_s
+            shown_after_s += LINES_S
             left_s = bar.tasks[task].time_remaining
             left = f", {duration(left_s)} left" if left_s is not None else ""
             said = f"dora: {title}: {share:.0%}{f' ({how_far})' if how_far else ''}{left}"
