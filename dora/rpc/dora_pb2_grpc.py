@@ -800,7 +800,7 @@ class SessionsServicer:
 
     def Turn(self, request, context):
         """Asks the next turn, and streams its tokens, the last with its end, or sends the whole turn at its end. May be
-        repeated: the same turn with the same environment tokens and sampling is sampled once. FAILED_PRECONDITION: its session has ended, or
+        repeated: the same turn with the same given tokens and sampling is sampled once. FAILED_PRECONDITION: its session has ended, or
         its turn before has not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
