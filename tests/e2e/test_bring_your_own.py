@@ -183,7 +183,7 @@ async def test_the_loops_of_the_other_documents_run(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("dora.client.session.Session._skeleton_of", lambda *_: None)
+    monkeypatch.setattr("dora.client.session.TrainerSession._skeleton_of", lambda *_: None)
     monkeypatch.setattr("dora.client.session.canary_of", lambda *_: None)
     weight = torch.zeros((), requires_grad=True)
     prompts = [{"prompt": "LATE", "prompt_id": f"p{index}", "group_size": 2} for index in range(32)]

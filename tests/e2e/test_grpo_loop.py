@@ -15,7 +15,7 @@ async def test_the_example_trains_every_group_once(
     tmp_path: Path, tiny_dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A fake engine does not read the weights, so it cannot reproduce the canary of a module.
-    monkeypatch.setattr("dora.client.session.Session._skeleton_of", lambda *_: None)
+    monkeypatch.setattr("dora.client.session.TrainerSession._skeleton_of", lambda *_: None)
     monkeypatch.setattr("dora.client.session.canary_of", lambda *_: None)
     prompts = [
         {"prompt": "LATE", "prompt_id": f"p{index}", "verifier": {"characters": "nopqrstuvwxyz"}} for index in range(10)
