@@ -68,7 +68,7 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
     assert summary.newest == 4 and summary.counters["groups_trained"] == 4 * GROUPS
     assert summary.counters["workers_lost"] >= 1 and summary.counters["migrations_kv"] > 0
     turned_down = [each for each in decisions if each.refusal]
-    assert any(type(each.event).__name__ == "DrainAsked" and "nobody" in each.refusal for each in turned_down)
+    assert any(type(each.event).__name__ == "DrainRequested" and "nobody" in each.refusal for each in turned_down)
 
     again = Replay(log.config, log)
     assert list(again) == decisions
