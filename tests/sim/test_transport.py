@@ -50,4 +50,4 @@ def test_the_words_of_a_worker_that_is_lost_on_the_way_are_not_heard() -> None:
     world.to_core(worker, on.Tick())
     world.to_core(worker, on.RebalanceRequested())
     world.run_until(lambda: world.now_s > 0.5, limit_s=10.0)
-    assert "WorkerLost" in heard and "RebalanceAsked" not in heard
+    assert "WorkerLost" in heard and "RebalanceRequested" not in heard
