@@ -53,6 +53,7 @@ RPCS: Final = (
     Rpc("Sessions/Open", pb.OpenRequest, waits=True),
     Rpc("Sessions/Withdraw", pb.WithdrawRequest),
     Rpc("Sessions/Describe", pb.DescribeRequest),
+    Rpc("Sessions/FindSession", pb.FindSessionRequest, waits=True),
     Rpc("Sessions/Turn", pb.TurnRequest, waits=True),
     Rpc("Sessions/EndSession", pb.EndSessionRequest),
     Rpc("Sessions/FailSession", pb.FailSessionRequest),
@@ -145,7 +146,7 @@ class Service:
 
     def token(self, rpc: Rpc, chance: random.Random) -> str:
         role = SERVICES[rpc.name.partition("/")[0]]
-        wrong = 0.25 if rpc.streams else 0.02  # a stream carries many messages, so there are few calls
+        wrong = 0.25 if rpc.streams else 0.1  # a stream carries many messages, so there are few calls
         return (
             chance.choice(["", *self.handle.tokens.values()]) if chance.random() < wrong else self.handle.tokens[role]
         )

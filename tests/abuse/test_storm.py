@@ -14,7 +14,12 @@ from tests.sweeps import counts_of
 # Nothing there is that they could change, and no state folder:
 OPERATORS = ("Operator/Migrate", "Operator/Drain", "Operator/Checkpoint")
 OPEN = "Access/Challenge"  # needs no token and reads no message: tests/unit/test_challenge.py
-SESSIONS = ("Sessions/Turn", "Sessions/EndSession", "Sessions/FailSession")  # of which there are none
+SESSIONS = (
+    "Sessions/FindSession",
+    "Sessions/Turn",
+    "Sessions/EndSession",
+    "Sessions/FailSession",
+)  # of which there are none
 REFUSED = ("Trainer/CommitStep", "Trainer/RepublishVersion", *OPERATORS, *SESSIONS)
 
 

@@ -19,7 +19,6 @@ import dora
 from dora.models.tiny import make_tiny
 from dora.trainers.grpo import main
 from dora.trainers.learner import Learner
-from tests.contract import trainer_service
 from tests.contract.trainer_service import TOKEN, Running, StartService, make_group
 from tests.private_token import with_token
 from tests.trainer_ranks import Rank, ended, start_ranks
@@ -165,7 +164,6 @@ async def test_a_record_that_cannot_be_trained_on_ends_every_rank(
     service: Running,
     model_folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
     says: str,
 ) -> None:
@@ -178,9 +176,9 @@ async def test_a_record_that_cannot_be_trained_on_ends_every_rank(
             object.__setattr__(first, name, np.array(value, getattr(first, name).dtype))
         return replace(found, trajectories=(first, *found.trajectories[1:]))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer_service, "make_group", spoilt)
-        codes, texts = await texts_of(start(service, tmp_path / "ranks", 0, None))
+    service.service.group_of = spoilt
+    codes, texts = await texts_of(start(service, tmp_path / "ranks", 0, None))
+    service.service.group_of = make_group
     assert codes == [1, 1], texts
     assert f"error: {says}" in texts[0] and f"error: rank 0 of 2 failed: {says}" in texts[1], texts
     await check_undone(service, model_folder)

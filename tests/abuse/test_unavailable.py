@@ -3,10 +3,9 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import numpy as np
 import pytest
@@ -209,12 +208,11 @@ class Losing:
         trainer, publishing = self.shell.trainer, self.shell.trainer._publishing
         record = publishing.record
 
-        async def after(request: pb.RepublishVersionRequest, folder: Path, written: Coroutine[Any, Any, None]) -> None:
+        async def after(request: pb.RepublishVersionRequest, folder: Path, identity: bytes) -> None:
             meanwhile()
             if fails:
-                written.close()
                 raise ServiceUnavailable("the record cannot be written")
-            await record(request, folder, written)
+            await record(request, folder, identity)
 
         publishing.record = after  # type: ignore[method-assign]
         try:

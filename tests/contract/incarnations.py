@@ -29,6 +29,7 @@ class Unhurried:
     """A data plane whose transfers end when a test ends them."""
 
     arena = None
+    part_bytes = 1 << 20
 
     def __init__(self) -> None:
         self.sent: list[Transfer] = []

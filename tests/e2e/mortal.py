@@ -47,13 +47,14 @@ def around(owner: Any, name: str, before: str = "", after: str = "", at: Callabl
 
 def service() -> None:
     from dora.core import commands as do
-    from dora.orchestrator import executor, starting
+    from dora.orchestrator import starting
+    from dora.orchestrator.rollout import workers
     from dora.weights.store import WeightStore
     from dora.weights.upload import Upload
 
     around(Upload, "append", after="upload", at=lambda upload, _: 2 * upload.received_bytes >= upload.expected_bytes)
     around(WeightStore, "publish", before="publish", after="published")
-    around(executor, "worker_message", before="load", at=lambda command, *_: isinstance(command, do.LoadVersion))
+    around(workers, "worker_message", before="load", at=lambda command, *_: isinstance(command, do.LoadVersion))
     relay()
     mortal_workers(starting)
 
