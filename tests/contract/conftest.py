@@ -101,7 +101,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.config.stash[ENGINES].close()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def late_writes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cpu, "kv_store", LateCpu.kv_store)

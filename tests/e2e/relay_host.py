@@ -14,7 +14,7 @@ from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Upstream
 from tests.contract.relay_process import ENDED, Running, Service, run
 from tests.hosts import Hosts, address_of
 
-KINDS: Final = {"Order": FetchOrder, "Arrived": Arrived, "Failed": FetchFailed}
+KINDS: Final = {each.__name__: each for each in (FetchOrder, Arrived, FetchFailed)}
 
 
 class Lines:
@@ -46,7 +46,7 @@ def _found(value: Any) -> Any:
     if not isinstance(value, dict) or "kind" not in value:
         return value
     fields = {name: found for name, found in value.items() if name != "kind"}
-    if value["kind"] == "Order":
+    if value["kind"] == FetchOrder.__name__:
         fields["upstreams"] = tuple(Upstream(**each) for each in fields["upstreams"])
     if fields.get("link"):
         fields["link"] = Link(**fields["link"])
