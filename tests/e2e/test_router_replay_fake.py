@@ -29,7 +29,7 @@ from tests.service import ask_move, configured, during, running
 GROUPS = 4
 WINDOW = 1  # all workers host one version, so requests can move at any time
 ARRIVALS = {"migrated", "parked", "re-prefilled"}
-KILLS_MAX = 3  # each costs a restart of a worker
+KILLS_MAX = 10  # each costs a restart of a worker
 TOOL = [5, 6, 7]
 LONG = {
     "workers__engine": "fake",
