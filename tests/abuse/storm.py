@@ -63,11 +63,11 @@ class Outcome:
 
 
 async def storm(service: Service, rpc: Rpc, count: int, chance: random.Random) -> Outcome:
-    """``count`` messages to one RPC, and four times as many if a call takes many."""
-    outcome, began_s, most = Outcome(rpc.name), time.monotonic(), count * (4 if rpc.streams else 1)
+    """``count`` messages to one RPC."""
+    outcome, began_s = Outcome(rpc.name), time.monotonic()
     async with open_channel(service.handle.address) as channel:
         wired: set[asyncio.Task[None]] = set()
-        while outcome.messages < most and not service.failure and len(outcome.bugs) < 100:
+        while outcome.messages < count and not service.failure and len(outcome.bugs) < 100:
             messages, token = service.messages(rpc, chance), service.token(rpc, chance)
             outcome.messages += len(messages)
             if outcome.calls % WIRED == 0:

@@ -107,13 +107,15 @@ class Telling(Orphaned):
 
 
 class OpeningProcess(Telling):
-    """One that opens groups of sessions. ``opened``: their prompts' ids, as it has said."""
+    """One that opens groups of sessions. ``opened``: their prompts' ids, as it has said. ``last``: its last words."""
 
     def __init__(self, name: str, argv: list[str], token: str, log: Path) -> None:
         super().__init__(name, argv, token, log)
         self.opened: set[str] = set()
+        self.last: Mapping[str, Any] = {}
 
     def _said(self, said: Mapping[str, Any]) -> None:
+        self.last = said
         if said["at"] == "opened":
             self.opened.add(said["prompt_id"])
         super()._said(said)
@@ -132,22 +134,14 @@ class TrainerProcess(Telling):
         super()._said(said)
 
 
-class FrontOfAgents(Orphaned):
-    """``dora front``. The run has its listening socket, so calls that come while it is dead only wait. It knows the
-    ``model``, so it starts without its service too.
-    """
+class Command(Orphaned):
+    """A command of ``dora``."""
 
-    def __init__(self, service: str, token: str, log: Path, host: str, model: Path) -> None:
-        super().__init__("front", log)
-        self._listening = socket.create_server((host, 0), backlog=BACKLOG)
-        listen = f"{INHERITED}{self._listening.fileno()}"
-        self._argv = [sys.executable, "-m", "dora", "front", "--service", service, "--http", listen]
-        self._argv += ["--model", str(model)]
-        self._environment = {**os.environ, "DORA_TOKEN": token}
-
-    @property
-    def url(self) -> str:
-        return url_of(self._listening)
+    def __init__(self, name: str, argv: Sequence[str], token: str, log: Path) -> None:
+        super().__init__(name, log)
+        self._argv = [sys.executable, "-m", "dora", *argv]
+        self._environment = {**os.environ, "DORA_TOKEN": token, "OMP_NUM_THREADS": "1"}
+        self._files: tuple[int, ...] = ()  # that it inherits
 
     async def _start(self) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log:
@@ -156,9 +150,25 @@ class FrontOfAgents(Orphaned):
                 env=self._environment,
                 stdout=log,
                 stderr=log,
-                pass_fds=(self._listening.fileno(),),
+                pass_fds=self._files,
                 start_new_session=True,
             )
+
+
+class FrontOfAgents(Command):
+    """``dora front``. The run has its listening socket, so calls that come while it is dead only wait. It knows the
+    ``model``, so it starts without its service too.
+    """
+
+    def __init__(self, name: str, service: str, token: str, log: Path, host: str, model: Path) -> None:
+        self._listening = socket.create_server((host, 0), backlog=BACKLOG)
+        listen = f"{INHERITED}{self._listening.fileno()}"
+        super().__init__(name, ["front", "--service", service, "--http", listen, "--model", str(model)], token, log)
+        self._files = (self._listening.fileno(),)
+
+    @property
+    def url(self) -> str:
+        return url_of(self._listening)
 
     async def aclose(self) -> None:
         await super().aclose()

@@ -18,6 +18,7 @@ CHAT_MOMENTS: Final = ("chat asking", "chat turn", "chat answered", "chat closin
 IDLE_PHASES: Final = tuple(f"{kind}:{phase}" for kind in ("idle-move", "idle-park") for phase in PHASES)
 OF_SESSIONS: Final = (
     "environment",
+    "environments",
     "front",
     TOOL_TIME,
     POOLED_TOOL_TIME,
@@ -87,7 +88,7 @@ def _kills() -> Iterator[Fault]:
 
 
 def _session_kills() -> Iterator[Fault]:
-    for victim in ("environment", "orchestrator", "worker", "host worker", "agent"):
+    for victim in ("environment", "environments", "orchestrator", "worker", "host worker", "agent"):
         yield Fault("kill", victim, TOOL_TIME)
     for victim in ("environment", "orchestrator", "pool"):
         yield Fault("kill", victim, POOLED_TOOL_TIME)
@@ -121,6 +122,7 @@ OTHERS: Final = (
     Fault("stop", "target", "move:RESERVED"),
     Fault("stop", "orchestrator", "decoding"),
     Fault("stop", "orchestrator", "publishing"),
+    Fault("stop", "orchestrator, longer than a worker may be silent", "decoding"),
     Fault("stop", "environment", TOOL_TIME),
     Fault("stop", "worker, until it is lost", TOOL_TIME),
     Fault("stop", "trainer", "taking"),

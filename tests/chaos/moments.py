@@ -55,7 +55,8 @@ async def victim_of(world: World, fault: Fault) -> int:
     own: dict[str, Callable[[], int]] = {
         "trainer": lambda: world.trainer.pid,
         "environment": lambda: world.environment.pid,
-        "front": lambda: world.front.pid,
+        "environments": lambda: world.environments.pid,
+        "front": lambda: world.fronts[world.chats.last["front"]].pid,
         "agent": lambda: world.agent.pid,
         "from host": lambda: world.agent.pid,
         "to host": lambda: world.agent.pid,

@@ -15,7 +15,7 @@ from dora.ops.verify.tolerances import FLOAT32
 from dora.rpc import dora_pb2 as pb
 from dora.worker.fake.engine import FakeEngine
 from tests import promises, session_audit
-from tests.chaos import chats
+from tests.chaos import breaking, chats
 from tests.chaos.faults import ACTIONS
 from tests.chaos.setting import GROUP_SIZE, WINDOW, Setting
 from tests.chaos.strikes import Struck
@@ -40,7 +40,15 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
     sessions = session_audit.sessions_of(of_record)
     of_chats = [each for each in sessions if chats.is_chat(each[0].prompt_id)]
     driven = [each for each in sessions if not chats.is_chat(each[0].prompt_id)]
-    sessions_wrong = [*session_audit.all_wrong(driven), *filter(None, map(chats.wrong, of_chats))]
+    of_breaking = [each for each in driven if breaking.is_breaking(each[0].prompt_id)]
+    driven = [each for each in driven if not breaking.is_breaking(each[0].prompt_id)]
+    sessions_wrong = [
+        *session_audit.all_wrong(driven),
+        *filter(None, map(chats.wrong, of_chats)),
+        *filter(None, map(breaking.wrong, of_breaking)),
+    ]
+    breaks = len([*setting.breaks.iterdir()])  # each costs the session whose code ran, and no other
+    counters["sessions_replaced"] = max(0, counters.get("sessions_replaced", 0) - breaks)
     of_action = Counter(name.partition(" ")[0] for name in (*struck.kills, *struck.faults))
     report: dict[str, Any] = {
         "kills": len(struck.kills),
@@ -55,6 +63,8 @@ def report_of(world: World, struck: Struck, status: pb.Status | None, stuck: str
         **session_audit.audited(sessions, counters, sessions_wrong),
         **chats.counted(of_chats),
         "groups_opened": len(opened),
+        "sessions_of_environments": len(of_breaking),
+        "environments_broken": breaks,
         "worker_recovery_s_p95": _percentile(struck.worker_recovery_s, 95),
         "worker_recovery_s_p50": _percentile(struck.worker_recovery_s, 50),
         "orchestrator_restart_s": _percentile(struck.orchestrator_restart_s, 95),

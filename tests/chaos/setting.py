@@ -43,6 +43,10 @@ class Setting:
         return RECOVERY_MOST_S[self.engine]
 
     @property
+    def breaks(self) -> Path:
+        return self.folder / "breaks"
+
+    @property
     def record(self) -> Path:
         return self.folder / "record"
 

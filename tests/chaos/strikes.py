@@ -47,13 +47,14 @@ class Striker:
         self.struck = Struck()
         self._rivals = Rivals(world)
         self._workers: dict[int, str] = {}  # by process id, as the fault found them
+        self._workers_lost = 0.0  # before the fault
 
     async def strike(self, fault: Fault) -> bool:
         """Whether its moment came. Returns once everything is as before. Raises Stuck where it does not get so."""
         world = self.world
         status = await world.until(world.is_whole, f"everybody at work before {fault.name}")
         self._workers = {worker.pid: worker.worker_id for worker in status.workers if worker.pid}
-        trained = status.counters["groups_trained"]
+        trained, self._workers_lost = status.counters["groups_trained"], status.counters["workers_lost"]
         try:
             async with asyncio.timeout(SEEN_WITHIN_S):
                 after = await (self._in_handoff(fault) if ":" in fault.moment else self._at_moment(fault))
@@ -206,10 +207,20 @@ class Striker:
         try:
             if fault.how == "until it is lost":
                 await self._lost(self._workers[victim], victim)
+            elif fault.how:
+                await asyncio.sleep(1.5 * self.world.setting.silence_s)
             else:
                 await self._held(fault, STOPPED_S)
         finally:
             release(victim)
+        if fault.how == "longer than a worker may be silent":
+            await self._none_lost()
+
+    async def _none_lost(self) -> None:
+        """The service does not count its own absence as its workers' silence."""
+        status = await self.world.until(self.world.is_whole, "everybody at work again")
+        if status.counters["workers_lost"] != self._workers_lost:
+            raise Stuck("the service lost workers while it was itself stopped")
 
     async def _lost(self, name: str, pid: int) -> None:
         await self.world.until(

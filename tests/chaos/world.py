@@ -18,8 +18,8 @@ from dora.client import Operator
 from dora.errors import DoraError
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.roles import Role, ServiceTokens
-from tests.chaos import clock, family
-from tests.chaos.cast import AgentProcess, FrontOfAgents, OpeningProcess, Orphaned, TrainerProcess
+from tests.chaos import breaking, clock, family
+from tests.chaos.cast import AgentProcess, Command, FrontOfAgents, OpeningProcess, Orphaned, TrainerProcess
 from tests.chaos.disk import Disk
 from tests.chaos.link import HostLink
 from tests.chaos.prompts import Submitting
@@ -73,26 +73,40 @@ class World:
 
     async def open(self) -> None:
         setting, folder = self.setting, self.setting.folder
+        breaks = setting.breaks if setting.has_sessions else None
+        setting.breaks.mkdir()
         self._stack.push_async_callback(self._end)
         await self.start()
         tokens = ServiceTokens(self.service.token).of
         self.submitting = await self._stack.enter_async_context(
-            Submitting(self.service.address, tokens[Role.SUBMITTER], setting.rows)
+            Submitting(self.service.address, tokens[Role.SUBMITTER], setting.rows, breaks)
         )
         await self.submitting.submit()
         argv = [self.service.address, str(setting.groups_per_step), setting.engine]
         self.trainer = TrainerProcess(argv, tokens[Role.TRAINER], folder / "trainer.log")
         own = ["tests.tools", self.service.address, str(folder / "opened")]
         self.environment = OpeningProcess("environment", own, tokens[Role.SUBMITTER], folder / "environment.log")
-        self.front = FrontOfAgents(
-            self.service.address, self.service.token, folder / "front.log", self.host, setting.model
+        self.fronts = [
+            FrontOfAgents(
+                name, self.service.address, self.service.token, folder / f"{name}.log", self.host, setting.model
+            )
+            for name in ("front", "second front")
+        ]
+        self.environments = Command(
+            "environments",
+            [
+                *("environment", breaking.ENVIRONMENT, "--service", self.service.address),
+                *("--model", str(setting.model), "--set", f"environment.timeout_s={breaking.CODE_MOST_S}"),
+            ],
+            tokens[Role.ENVIRONMENT],
+            folder / "environments.log",
         )
-        own = ["tests.chaos.chats", self.front.url]
+        own = ["tests.chaos.chats", *(front.url for front in self.fronts)]
         self.chats = OpeningProcess("chats", own, "", folder / "chats.log")
         beyond = self.link.inside if self.link else ()
         self.agent = AgentProcess(HOST, self.service.address, tokens[Role.HOST], folder / "agent.log", beyond)
         self.cast: list[Orphaned] = [self.trainer]
-        self.cast += [self.environment, self.front, self.chats] if setting.has_sessions else []
+        self.cast += [self.environment, self.environments, *self.fronts, self.chats] if setting.has_sessions else []
         self.cast += [self.agent] if setting.has_host else []
         for each in self.cast:
             self._stack.push_async_callback(each.aclose)

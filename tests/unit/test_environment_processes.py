@@ -57,6 +57,16 @@ class Waiting(FakeSession):
         return await super().ask(*arguments, **about)
 
 
+async def test_the_start_of_a_process_is_not_its_sessions_time() -> None:
+    found = Processes(EnvironmentConfig(spec="tests.unit.environment_slow:Echo", timeout_s=2.0))
+    session = faulty(1, "behaves")
+    try:
+        await attended(found, session)
+    finally:
+        await found.stop()
+    assert session.ended is not None and not session.failed
+
+
 @pytest.mark.parametrize(("method", "how"), FAULTS)
 async def test_a_session_that_ends_its_process_is_charged_alone(method: str, how: str) -> None:
     """Its neighbour, which waits for the policy, goes on in the next process, or is replaced without a charge."""

@@ -112,22 +112,24 @@ class Episodes:
         if alone is not None:
             environments.append(alone)
 
-        async def start(environment: Environment | None) -> list[dict[str, Any]]:
-            if not environments:
-                environments.append(self.make() if environment is None else environment)
-            if environment is None:
-                await prepare(environments[0])
-            if begun and not is_deterministic(environments[0]):
+        async def start(environment: Environment, is_warm: bool) -> list[dict[str, Any]]:
+            if not is_warm:
+                await prepare(environment)
+            if begun and not is_deterministic(environment):
                 raise Ended(f"the process of its environment ended after turn {begun}", "another")
-            return new_messages(await environments[0].reset(task), "reset()")
+            return new_messages(await environment.reset(task), "reset()")
 
         try:
             async with self.starting:
                 warm = None if self.pool is None or alone is not None else self.pool.take()
-                chat = await left.run(start(warm))
+                environment = alone or warm or self.make()
+                environments[:] = [environment]
+                if isinstance(environment, Remote):
+                    await environment.enter()  # the start of a process is not the session's time
+                chat = await left.run(start(environment, warm is not None))
             if begun:  # from its first turn on, each is repeated, with the tokens that were sampled
                 session.rewind()
-            await self._converse(session, environments[0], chat, left, is_warm=warm is not None)
+            await self._converse(session, environment, chat, left, is_warm=warm is not None)
         finally:
             for environment in environments:
                 await closed(environment, self.calls)

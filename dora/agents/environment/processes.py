@@ -53,10 +53,14 @@ class Remote:
         self.task = Task("")
         self.outcome: Ended | None = None
 
-    async def prepare(self) -> None:
+    async def enter(self) -> None:
+        """Waits until its process runs. Raises InvalidValue as ``UserProcess.begin``."""
         if self._process is None:
             self._process = await self._processes.shared()
-        self.deterministic = await self._process.call(self, "prepare")
+
+    async def prepare(self) -> None:
+        await self.enter()
+        self.deterministic = await self._of().call(self, "prepare")
 
     async def reset(self, task: Task) -> Messages:
         self.task = task
