@@ -20,7 +20,6 @@ SESSIONS = (
     "Sessions/EndSession",
     "Sessions/FailSession",
 )  # of which there are none
-UPLOAD = "Trainer/UploadWeights"  # one in a hundred is honest to its end
 REFUSED = ("Trainer/CommitStep", "Trainer/RepublishVersion", *OPERATORS, *SESSIONS)
 
 
@@ -43,6 +42,6 @@ async def test_generated_calls_end_nothing_and_an_honest_trainer_goes_on(
         assert each.messages >= count and each.statuses["PERMISSION_DENIED"], each
         least = 1 if each.name in SESSIONS else count // 50
         assert each.statuses["INVALID_ARGUMENT"] >= least, each
-        if each.name not in REFUSED and (count >= 1000 or each.name != UPLOAD):
+        if each.name not in REFUSED and count >= 1000:  # fewer may all be wrong
             assert each.statuses["OK"] + each.statuses["OPEN"] > count // 500, each.name
     assert count // 100 < weights.accepted < 9 * count // 100
