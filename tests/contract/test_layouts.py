@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
 from dora.weights.canary import compute_canary
-from dora.worker.vllm.device.cpu import FEATURES
 from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
@@ -142,27 +140,6 @@ def test_logprobs_are_those_of_transformers(engine: VllmEngine, version_folder: 
             logprobs = reference(tokens).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         expected = logprobs[len(request.prompt_token_ids) - 1 :]
         assert float((torch.tensor(response.logprobs) - expected).abs().max()) < 1e-3
-
-
-@pytest.mark.parametrize("features", [("avx2", "avx512", "amx_tile"), ("avx2",)], ids=["amx", "no avx512"])
-def test_latent_attention_starts_whatever_instructions_the_cpu_has(
-    features: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM is told what the CPU has. It would choose a backend for AMX, which takes no float32."""
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()  # those that this CPU can run; others would end the process
-    monkeypatch.setattr(current_platform, "import_kernels", lambda: None)
-    for name in FEATURES:
-        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name in features)
-    model = make_tiny("mla", tmp_path / "model", seed=1)
-    engine = VllmEngine(model, EngineSettings(SLOTS, KV_TOKENS, MAX_MODEL_LEN_TOKENS))
-    try:
-        engine.load_weights(1, model, None)
-        assert "CPU_MLA" in engine.layout.backend
-        assert len(run(engine, [make_request(1, GREEDY, 20, max_tokens=4)])["r1"].token_ids) == 4
-    finally:
-        engine.close()
 
 
 def test_a_patched_rope_is_proven(engine: VllmEngine, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
