@@ -7,7 +7,7 @@
 
 A benchmark's figures are kept in perf/figures.jsonl as soon as it ends, with date, commit and CPU. A row is older if a
 commit after its own changed one of the paths that its benchmark measures, or if such a path was changed and not
-committed when it was measured. Exits with 1 if a benchmark could not measure, and with --check if a row is older.
+committed when it was measured: its benchmark is marked. Exits with 1 if a benchmark could not measure, and with --check if a row is older.
 """
 
 import argparse
@@ -123,15 +123,17 @@ def _cpu() -> str:
 
 
 def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| name | number | bar | benchmark | date | commit | CPU |", "|---|---|---|---|---|---|---|"]
+    """The figures, and when and where the benchmark of each was measured."""
+    lines = ["| name | number | bar | benchmark |", "|---|---|---|---|"]
+    measured = ["| benchmark | date | commit | CPU |", "|---|---|---|---|"]
     for benchmark in BENCHMARKS:
         row = rows.get(benchmark.name, {"figures": {}})
-        commit = f"{row['commit']}{OLDER}" if row["figures"] and is_older(benchmark, row) else row.get("commit", "-")
-        when = f"`{benchmark.name}` | {row.get('date', '-')} | {commit} | {row.get('cpu', '-')}"
         for figure in benchmark.figures:
             number, bar = _cells(figure, row["figures"].get(figure.title))
-            lines.append(f"| {figure.title} | {number} | {bar} | {when} |")
-    return "\n".join(lines)
+            lines.append(f"| {figure.title} | {number} | {bar} | `{benchmark.name}` |")
+        commit = f"{row['commit']}{OLDER}" if row["figures"] and is_older(benchmark, row) else row.get("commit", "-")
+        measured.append(f"| `{benchmark.name}` | {row.get('date', '-')} | {commit} | {row.get('cpu', '-')} |")
+    return "\n".join([*lines, "", *measured])
 
 
 def _cells(figure: Figure, value: float | None) -> tuple[str, str]:
