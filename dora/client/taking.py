@@ -11,18 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
 
 from dora.errors import InvalidValue
 from dora.weights.examining import examine_file
 from dora.weights.files import WeightFile, copy_tensor, laid_out, preamble
-from dora.weights.reference import TensorHeader
+from dora.weights.reference import TensorHeader, open_regular, read_layout
 
 if TYPE_CHECKING:
     from dora.client.device_image import Image, Images
 
 SPARE_FILE: Final = ".spare"
 RECYCLED_FOLDER: Final = "spare"  # folder of a store with files of retired versions, to overwrite
+_PIECE_BYTES: Final = 4 << 20
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -81,7 +82,7 @@ class Taken:
                 if os.path.samestat(os.fstat(opened), target.stat()):
                     continue
             with open(f"/proc/self/fd/{opened}", "rb") as source, open(target, "wb", opener=_private) as copy:
-                shutil.copyfileobj(source, copy, 4 << 20)
+                shutil.copyfileobj(source, copy, _PIECE_BYTES)
         if self.image is not None:
             self.image.offer(folder, *self.identities)
 
@@ -152,20 +153,44 @@ def take_tensors(
     return taken
 
 
-def take_files(paths: Sequence[Path], folder: Path) -> Taken:
-    """Copies files into ``folder``. Raises OSError if there is no room. After an error no file is left."""
+def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
+    """Copies files into ``folder``, except the tensor named ``without``. Raises OSError if there is no room. After an
+    error no file is left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    targets = [folder / path.name for path in paths]
+    targets = {folder / path.name: path for path in paths}
     try:
-        for path, target in zip(paths, targets, strict=True):
+        for target, path in list(targets.items()):
             target.unlink(missing_ok=True)
-            with path.open("rb") as source, open(target, "wb", opener=_private) as copy:
-                shutil.copyfileobj(source, copy, 4 << 20)
+            start, layout = read_layout(path) if without else (0, ())
+            with open_regular(path) as source:
+                if all(tensor.name != without for tensor in layout):
+                    with open(target, "wb", opener=_private) as copy:
+                        shutil.copyfileobj(source, copy, _PIECE_BYTES)
+                elif len(layout) == 1:
+                    del targets[target]
+                else:
+                    with open(target, "wb", opener=_private) as copy:
+                        _copy_others(source, start, layout, without, copy)
     except OSError:
         for target in targets:
             target.unlink(missing_ok=True)
         raise
     return Taken(folder, [target.name for target in targets])
+
+
+def _copy_others(source: BinaryIO, start: int, layout: Sequence[TensorHeader], without: str, copy: BinaryIO) -> None:
+    """Copies a file of tensors except one. ``start``: the offset of the tensors."""
+    places = {}
+    for tensor in layout:
+        places[tensor.name] = start
+        start += tensor.content_bytes
+    ordered = [tensor for tensor in laid_out(layout) if tensor.name != without]
+    copy.write(preamble(ordered))
+    for tensor in ordered:
+        source.seek(places[tensor.name])
+        for at in range(0, tensor.content_bytes, _PIECE_BYTES):
+            copy.write(source.read(min(_PIECE_BYTES, tensor.content_bytes - at)))
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
