@@ -21,7 +21,7 @@ import pytest
 import dora
 from dora.rpc.roles import Role, ServiceTokens
 
-OWNER = "owner's s3cret/of+this=run?"
+OWNER = "owner's s3cret/of+this=run? 9Zk2+wQ7x/T4mV0="
 WAIT_S = 120.0
 FORMS: dict[str, Callable[[bytes], bytes]] = {
     "plain": lambda secret: secret,
