@@ -21,6 +21,7 @@ from dora.rpc.errors import LimitExceeded
 from dora.rpc.proven import ProvenChannel, proven_channel
 from dora.rpc.roles import Role, ServiceTokens
 from tests.abuse.callers import METHODS, answer
+from tests.owner_token import owner_token
 from tests.refusals import refused, refused_call
 
 MEGABYTE = 1 << 20
@@ -36,7 +37,6 @@ def resident_bytes() -> int:
 FLOOD = """
 import asyncio, sys, grpc
 from tests.proofs import credentials
-from tests.owner_token import owner_token
 async def one(channel, method, token):
     try:
         metadata = await credentials(channel, method, token)

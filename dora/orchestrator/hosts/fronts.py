@@ -82,10 +82,3 @@ class Fronts:
         oldest_s = self._clock() - LOST_S
         lost = [front for front, since_s in self._lost.items() if since_s > oldest_s]
         return iter(dict.fromkeys((*self._open.values(), *lost)))
-
-
-def host_of_peer(peer: str) -> str:
-    """Returns the address in gRPC's name of a peer; empty: it has none."""
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    return host if kind in ("ipv4", "ipv6") else ""

@@ -14,7 +14,7 @@ from dora.data.types import Reward
 from dora.data.verdict import check_reward, remarks
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.orchestrator.core import ServiceCore
-from dora.orchestrator.hosts.fronts import Front, Fronts, host_of_peer
+from dora.orchestrator.hosts.fronts import Front, Fronts
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.journal import Journal
@@ -29,6 +29,7 @@ from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
+from dora.rpc.channel import host_of_peer
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
 
