@@ -82,22 +82,22 @@ def without_tied_head(tensors: Mapping[str, Any], expected: Mapping[str, TensorH
         return tensors
     head, other = tensors[HEAD], tensors[embedding]
     if not share_storage(head, other):
-        if getattr(head, "device", None) != getattr(other, "device", None):
+        if not hasattr(head, "shape") or getattr(head, "device", None) != getattr(other, "device", None):
             return tensors  # of two kinds or places: the service compares what is published
-        if not _are_same(head, other):
+        if head.shape != getattr(other, "shape", None) or not bool((head == other).all()):
             raise differing_head(embedding)
     return {name: tensor for name, tensor in tensors.items() if name != HEAD}
 
 
 def share_storage(tensor: Any, other: Any) -> bool:
     """Returns whether two torch tensors, or their shards here, are one, as those of a tied head and its embedding."""
-    one, two = (each.to_local() if hasattr(each, "full_tensor") else each for each in (tensor, other))
-    if one is two:
-        return True
-    if not (hasattr(one, "data_ptr") and hasattr(two, "data_ptr")) or one.device != two.device:
-        return False
-    place = (one.data_ptr(), one.shape, one.stride(), one.dtype)
-    return bool(one.data_ptr()) and place == (two.data_ptr(), two.shape, two.stride(), two.dtype)
+    local = [each.to_local() if hasattr(each, "full_tensor") else each for each in (tensor, other)]
+    places = [
+        (each.data_ptr(), each.device, each.shape, each.stride(), each.dtype)
+        for each in local
+        if getattr(each, "data_ptr", int)()
+    ]
+    return len(places) == 2 and places[0] == places[1]
 
 
 def config_of(module: Any) -> dict[str, Any]:
@@ -122,12 +122,6 @@ def _is_cut(tensor: Any) -> bool:
         return False
     mesh, placements = tensor.device_mesh, tensor.placements
     return any(mesh.size(axis) > 1 and not each.is_replicate() for axis, each in enumerate(placements))
-
-
-def _are_same(tensor: Any, other: Any) -> bool:
-    if getattr(tensor, "shape", ()) != getattr(other, "shape", None):
-        return False
-    return bool((tensor == other).all())
 
 
 def _is_shard(module: Any) -> bool:

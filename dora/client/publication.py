@@ -34,15 +34,7 @@ from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.rpc.errors import LimitExceeded
 from dora.weights.canary import compute_canary
 from dora.weights.files import WeightFile, check_file_name, header_of, published_header
-from dora.weights.reference import (
-    HEAD,
-    WEIGHTS_FILE,
-    TensorHeader,
-    check_tensors,
-    embedding_of_tied,
-    read_header,
-    weight_files,
-)
+from dora.weights.reference import HEAD, WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
 from dora.weights.tied_head import check_tied_head
 
 if TYPE_CHECKING:
@@ -170,9 +162,7 @@ def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | No
         return None
     module = unwrapped(weights)
     dtypes = {header.name: header.dtype for header in expected}
-    if (embedding := embedding_of_tied({header.name: header for header in expected})) is not None:
-        dtypes[HEAD] = dtypes[embedding]
-    config = {**config_of(module), "tie_word_embeddings": False}
+    config = config_of(module)
     published = {}
     for name, parameter in module.named_parameters():
         for checkpoint_name in to_checkpoint({plain_name(name): parameter}, config):

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from dora.errors import InvalidValue
 from dora.weights.examining import examine_file
 from dora.weights.files import WeightFile, copy_tensor, laid_out, preamble
-from dora.weights.reference import TensorHeader, open_regular, read_layout
+from dora.weights.reference import TensorHeader
+from dora.weights.tied_head import placed_tensors
 
 if TYPE_CHECKING:
     from dora.client.device_image import Image, Images
@@ -158,39 +159,29 @@ def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
     error no file is left.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    targets = {folder / path.name: path for path in paths}
+    targets: list[Path] = []
     try:
-        for target, path in list(targets.items()):
-            target.unlink(missing_ok=True)
-            start, layout = read_layout(path) if without else (0, ())
-            with open_regular(path) as source:
-                if all(tensor.name != without for tensor in layout):
-                    with open(target, "wb", opener=_private) as copy:
-                        shutil.copyfileobj(source, copy, _PIECE_BYTES)
-                elif len(layout) == 1:
-                    del targets[target]
-                else:
-                    with open(target, "wb", opener=_private) as copy:
-                        _copy_others(source, start, layout, without, copy)
+        for path in paths:
+            placed = placed_tensors([path]) if without else {}
+            if [*placed] == [without]:
+                continue
+            targets.append(folder / path.name)
+            targets[-1].unlink(missing_ok=True)
+            with path.open("rb") as source, open(targets[-1], "wb", opener=_private) as copy:
+                if placed.pop(without, None) is None:
+                    shutil.copyfileobj(source, copy, _PIECE_BYTES)
+                    continue
+                ordered = laid_out(tensor for _, _, tensor in placed.values())
+                copy.write(preamble(ordered))
+                for tensor in ordered:
+                    source.seek(placed[tensor.name][1])
+                    for at in range(0, tensor.content_bytes, _PIECE_BYTES):
+                        copy.write(source.read(min(_PIECE_BYTES, tensor.content_bytes - at)))
     except OSError:
         for target in targets:
             target.unlink(missing_ok=True)
         raise
     return Taken(folder, [target.name for target in targets])
-
-
-def _copy_others(source: BinaryIO, start: int, layout: Sequence[TensorHeader], without: str, copy: BinaryIO) -> None:
-    """Copies a file of tensors except one. ``start``: the offset of the tensors."""
-    places = {}
-    for tensor in layout:
-        places[tensor.name] = start
-        start += tensor.content_bytes
-    ordered = [tensor for tensor in laid_out(layout) if tensor.name != without]
-    copy.write(preamble(ordered))
-    for tensor in ordered:
-        source.seek(places[tensor.name])
-        for at in range(0, tensor.content_bytes, _PIECE_BYTES):
-            copy.write(source.read(min(_PIECE_BYTES, tensor.content_bytes - at)))
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:

@@ -116,13 +116,6 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def host_of_peer(peer: str) -> str:
-    """Returns the address in gRPC's name of a peer; empty: it has none."""
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    return host if kind in ("ipv4", "ipv6") else ""
-
-
 def check_message_bytes(what: str, message: Any, max_message_bytes: int) -> None:
     """Raises LimitExceeded (an InvalidValue) before sending a message that the receiver would refuse."""
     if message.ByteSize() > max_message_bytes:

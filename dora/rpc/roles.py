@@ -101,7 +101,7 @@ class ServiceTokens:
     def __init__(self, owner: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """``owner``: the owner's token; empty: a new one. Raises InvalidValue as ``TokenGeneration.following``."""
         self._clock = clock
-        self._newest = TokenGeneration.following(owner or _new_token())
+        self._newest = TokenGeneration.following(owner or secrets.token_hex(proof.OWNER_BITS // 4))
         self._replaced: list[tuple[float, TokenGeneration]] = []  # each with the end of its overlap, the latest last
         self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0
@@ -186,13 +186,6 @@ class ServiceTokens:
         held = keys[-1] if keys else None
         is_valid = held is not None and not held.is_ended and held.caller.grant == caller.grant
         return caller.worker_id == worker_id and is_valid
-
-
-def _new_token() -> str:
-    token = secrets.token_urlsafe(_TOKEN_BYTES)
-    while proof.strength_of(token) < proof.OWNER_BITS:  # it looks like words
-        token = secrets.token_urlsafe(_TOKEN_BYTES)
-    return token
 
 
 def _derived(root: bytes, role: Role) -> str:

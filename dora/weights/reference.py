@@ -70,11 +70,11 @@ def read_reference(folder: Path) -> Reference:
     """The tensors of a Hugging Face folder, sharded or not. Raises InvalidValue if it is not one."""
     files = weight_files(folder)
     config = json_object(folder / "config.json", "model")
-    tied = is_tied(config)
+    tied = bool(is_tied(config))
     tensors: dict[str, TensorHeader] = {}
     for file in files:
         for name, tensor in read_header(folder / file).items():
-            optional = (bool(tied) and name == HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
+            optional = (tied and name == HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
             tensors[name] = TensorHeader(name, tensor.dtype, tensor.shape, optional)
     vocab_size = config.get("vocab_size", text_part(config).get("vocab_size", 0))
     return Reference(folder, files, tuple(tensors[name] for name in sorted(tensors)), int(vocab_size))

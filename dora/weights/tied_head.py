@@ -27,10 +27,8 @@ def differing_head(embedding: str) -> InvalidValue:
 def check_tied_head(files: Iterable[Path], expected: Iterable[TensorHeader]) -> bool:
     """Returns whether the files hold a head that is tied. Raises InvalidValue if it differs from their embedding."""
     embedding = embedding_of_tied({tensor.name: tensor for tensor in expected})
-    found = placed_tensors(files) if embedding is not None else {}
-    if HEAD not in found:
+    if embedding is None or HEAD not in (found := placed_tensors(files)):
         return False
-    assert embedding is not None
     if not are_equal(found[HEAD], found.get(embedding)):
         raise differing_head(embedding)
     return True

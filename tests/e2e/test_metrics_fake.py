@@ -20,7 +20,7 @@ from dora.orchestrator.metrics import server
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
-from dora.rpc.channel import host_of_peer
+from dora.rpc.room import host_of_peer
 from tests.e2e.agents import agent, are_ready, host
 from tests.refusals import refused
 from tests.service import configured, during, move_one, running, train, until

@@ -29,9 +29,9 @@ from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
-from dora.rpc.channel import host_of_peer
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
+from dora.rpc.room import host_of_peer
 
 REASON_MAX: Final = 200  # characters
 
@@ -171,7 +171,9 @@ class SessionService(stubs.SessionsServicer):
         return pb.FailSessionReply(replacement_id="" if in_place is response else in_place.request_id)
 
     async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
-        front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
+        caller = host_of_peer(context.peer())
+        front = Front.of(request.address, caller, secure=request.secure)
+        await self._fronts.check(front, caller)
         if request.leaving:
             self._fronts.leave(front)
             yield pb.FrontNoted()
