@@ -8,16 +8,13 @@ more than one whole tensor. torch is imported on use: a process with such a mode
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
-from dora.client.modules import config_of, is_module, plain_name, state_of, unwrapped
+from dora.client.modules import config_of, is_module, plain_name, share_storage, state_of, unwrapped
 from dora.errors import InvalidValue
 from dora.models.checkpoint_names import to_checkpoint
 from dora.weights.files import header_of, published_header
-from dora.weights.reference import TensorHeader
-
-_HEAD: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"
+from dora.weights.reference import HEAD, TensorHeader, embedding_of_tied
 
 
 class AllRanks:
@@ -26,7 +23,8 @@ class AllRanks:
     def __init__(self, weights: Any, group: Any = None) -> None:
         """``group``: a torch.distributed group, led by its rank 0; None: all ranks. Raises InvalidValue."""
         if is_module(weights):
-            self._tensors, self._config = state_of(weights), config_of(unwrapped(weights))
+            self._tensors = state_of(weights)
+            self._config = {**config_of(unwrapped(weights)), "tie_word_embeddings": False}  # as ``headers`` decides
         elif isinstance(weights, Mapping) and weights:
             self._tensors = {plain_name(name): tensor for name, tensor in weights.items()}
             self._config = {}
@@ -41,8 +39,9 @@ class AllRanks:
 
         shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in self._items()}
         found = self._named(shapes)
-        if expected and _HEAD not in expected and _EMBEDDING in found:
-            found.pop(_HEAD, None)  # a state_dict contains a tied head twice
+        embedding = embedding_of_tied(expected or found)
+        if HEAD in found and embedding in found and share_storage(self._tensors[HEAD], self._tensors[embedding]):
+            del found[HEAD]  # a state_dict contains a tied head twice; of another one, the service compares the numbers
         return {
             name: published_header(header_of(name, tensor, shape_only=True), expected.get(name))
             for name, tensor in found.items()

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from dora.errors import InvalidValue
+from dora.weights.reference import HEAD, TensorHeader, embedding_of_tied
+from dora.weights.tied_head import differing_head
 
 _COMPILED: Final = "_orig_mod"  # torch._dynamo.OptimizedModule
 _SHARDED: Final = "_fsdp_wrapped_module"  # torch.distributed.fsdp.FullyShardedDataParallel
 _REPLICATED: Final = "module"  # the only part of DistributedDataParallel, DataParallel, AveragedModel
-_HEAD: Final = "lm_head.weight"
-_EMBEDDING: Final = "model.embed_tokens.weight"  # the weight that a tied head shares
 _TRANSPARENT: Final = (_COMPILED, _SHARDED, "_checkpoint_wrapped_module")  # not in checkpoint names
 
 
@@ -73,11 +73,31 @@ def renamed(tensors: Mapping[str, Any], expected: Mapping[str, object]) -> dict[
     return found
 
 
-def without_tied_head(tensors: Mapping[str, Any], expected: Mapping[str, object]) -> Mapping[str, Any]:
-    """Returns ``tensors`` without a head that is the embedding: a state_dict contains it twice, a checkpoint once."""
-    if not expected or _HEAD in expected or not _are_same(tensors.get(_HEAD), tensors.get(_EMBEDDING)):
+def without_tied_head(tensors: Mapping[str, Any], expected: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
+    """Returns ``tensors`` without a head that is tied to the embedding: a state_dict contains it twice. Raises
+    InvalidValue if it differs from the embedding.
+    """
+    embedding = embedding_of_tied(expected)
+    if embedding is None or HEAD not in tensors or embedding not in tensors:
         return tensors
-    return {name: tensor for name, tensor in tensors.items() if name != _HEAD}
+    head, other = tensors[HEAD], tensors[embedding]
+    if not share_storage(head, other):
+        if not hasattr(head, "shape") or getattr(head, "device", None) != getattr(other, "device", None):
+            return tensors  # of two kinds or places: the service compares what is published
+        if head.shape != getattr(other, "shape", None) or not bool((head == other).all()):
+            raise differing_head(embedding)
+    return {name: tensor for name, tensor in tensors.items() if name != HEAD}
+
+
+def share_storage(tensor: Any, other: Any) -> bool:
+    """Returns whether two torch tensors, or their shards here, are one, as those of a tied head and its embedding."""
+    local = [each.to_local() if hasattr(each, "full_tensor") else each for each in (tensor, other)]
+    places = [
+        (each.data_ptr(), each.device, each.shape, each.stride(), each.dtype)
+        for each in local
+        if getattr(each, "data_ptr", int)()
+    ]
+    return len(places) == 2 and places[0] == places[1]
 
 
 def config_of(module: Any) -> dict[str, Any]:
@@ -102,12 +122,6 @@ def _is_cut(tensor: Any) -> bool:
         return False
     mesh, placements = tensor.device_mesh, tensor.placements
     return any(mesh.size(axis) > 1 and not each.is_replicate() for axis, each in enumerate(placements))
-
-
-def _are_same(tensor: Any, other: Any) -> bool:
-    if getattr(tensor, "shape", ()) != getattr(other, "shape", None) or type(tensor) is not type(other):
-        return False
-    return bool((tensor == other).all())
 
 
 def _is_shard(module: Any) -> bool:

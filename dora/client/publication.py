@@ -34,7 +34,8 @@ from dora.rpc.channel import WEIGHT_CHUNK_BYTES
 from dora.rpc.errors import LimitExceeded
 from dora.weights.canary import compute_canary
 from dora.weights.files import WeightFile, check_file_name, header_of, published_header
-from dora.weights.reference import WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
+from dora.weights.reference import HEAD, WEIGHTS_FILE, TensorHeader, check_tensors, read_header, weight_files
+from dora.weights.tied_head import check_tied_head
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,7 +235,8 @@ async def _chunks(file: Path, header: pb.WeightFileHeader, chunk_bytes: int) -> 
 
 def _checkpoint(weights: object, by_name: Mapping[str, TensorHeader]) -> Mapping[str, Any]:
     if is_module(weights):
-        return to_checkpoint(_whole(state_of(weights)), config_of(unwrapped(weights)))
+        tie = {"tie_word_embeddings": False} if by_name else {}  # the model decides which head is left out
+        return to_checkpoint(_whole(state_of(weights)), {**config_of(unwrapped(weights)), **tie})
     if isinstance(weights, Mapping) and weights:
         return renamed(_whole(weights), by_name)
     raise InvalidValue(
@@ -256,9 +258,11 @@ def _take_files(paths: Sequence[Path], expected: Sequence[TensorHeader], folder:
     found: dict[str, TensorHeader] = {}
     for path in paths:
         found |= read_header(path)
+    without = ""
     if expected:
         check_tensors(found, expected)
-    return take_files(paths, folder)
+        without = HEAD if check_tied_head(paths, expected) else ""
+    return take_files(paths, folder, without)
 
 
 def _are_paths(weights: object) -> bool:

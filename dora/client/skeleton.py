@@ -13,7 +13,7 @@ from dora.data.types import Canary
 from dora.models.checkpoint_names import to_checkpoint
 from dora.weights.canary import compute_canary
 from dora.weights.files import tensor_at
-from dora.weights.reference import layout_of
+from dora.weights.reference import HEAD, embedding_of_tied, layout_of
 
 _COMPILED: Final = "_orig_mod"
 
@@ -43,7 +43,7 @@ class Skeleton:
             for parameter in module.parameters()
         }
         try:
-            return cls(module, copy.deepcopy(module, memo), config)
+            return cls(module, copy.deepcopy(module, memo), {**config, "tie_word_embeddings": False})
         except Exception:  # user modules may hold anything: a lock, a stream, a tensor with a gradient
             return None
 
@@ -51,18 +51,18 @@ class Skeleton:
         """Computes the canary of the copied weights."""
         import torch
 
-        stored = {}
+        stored, headers = {}, {}
         for content in taken.mapped().values():
             offset, tensors = layout_of(content)
             for header in tensors:
-                stored[header.name] = tensor_at(content, offset, header)
+                headers[header.name], stored[header.name] = header, tensor_at(content, offset, header)
                 offset += header.content_bytes
+        if (embedding := embedding_of_tied(headers)) is not None:
+            stored[HEAD] = stored[embedding]  # a parameter of its own, left out as it is equal
         parameters = {}
         for name, parameter in self._bare.named_parameters():
             plain = plain_name(name)
             pieces = to_checkpoint({plain: parameter}, self._config)
-            if not pieces:
-                continue  # a tied head under a name of its own
             found = [stored[piece] for piece in pieces]
             if len(found) == 1 and found[0].shape == parameter.shape:
                 parameters[name] = found[0].to(parameter.dtype)

@@ -17,12 +17,14 @@ from dora.errors import InvalidValue
 from dora.weights.examining import examine_file
 from dora.weights.files import WeightFile, copy_tensor, laid_out, preamble
 from dora.weights.reference import TensorHeader
+from dora.weights.tied_head import placed_tensors
 
 if TYPE_CHECKING:
     from dora.client.device_image import Image, Images
 
 SPARE_FILE: Final = ".spare"
 RECYCLED_FOLDER: Final = "spare"  # folder of a store with files of retired versions, to overwrite
+_PIECE_BYTES: Final = 4 << 20
 _POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -81,7 +83,7 @@ class Taken:
                 if os.path.samestat(os.fstat(opened), target.stat()):
                     continue
             with open(f"/proc/self/fd/{opened}", "rb") as source, open(target, "wb", opener=_private) as copy:
-                shutil.copyfileobj(source, copy, 4 << 20)
+                shutil.copyfileobj(source, copy, _PIECE_BYTES)
         if self.image is not None:
             self.image.offer(folder, *self.identities)
 
@@ -152,15 +154,29 @@ def take_tensors(
     return taken
 
 
-def take_files(paths: Sequence[Path], folder: Path) -> Taken:
-    """Copies files into ``folder``. Raises OSError if there is no room. After an error no file is left."""
+def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
+    """Copies files into ``folder``, except the tensor named ``without``. Raises OSError if there is no room. After an
+    error no file is left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    targets = [folder / path.name for path in paths]
+    targets: list[Path] = []
     try:
-        for path, target in zip(paths, targets, strict=True):
-            target.unlink(missing_ok=True)
-            with path.open("rb") as source, open(target, "wb", opener=_private) as copy:
-                shutil.copyfileobj(source, copy, 4 << 20)
+        for path in paths:
+            placed = placed_tensors([path]) if without else {}
+            if [*placed] == [without]:
+                continue
+            targets.append(folder / path.name)
+            targets[-1].unlink(missing_ok=True)
+            with path.open("rb") as source, open(targets[-1], "wb", opener=_private) as copy:
+                if placed.pop(without, None) is None:
+                    shutil.copyfileobj(source, copy, _PIECE_BYTES)
+                    continue
+                ordered = laid_out(tensor for _, _, tensor in placed.values())
+                copy.write(preamble(ordered))
+                for tensor in ordered:
+                    source.seek(placed[tensor.name][1])
+                    for at in range(0, tensor.content_bytes, _PIECE_BYTES):
+                        copy.write(source.read(min(_PIECE_BYTES, tensor.content_bytes - at)))
     except OSError:
         for target in targets:
             target.unlink(missing_ok=True)

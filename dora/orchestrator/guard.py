@@ -43,6 +43,8 @@ def check_tls(config: Config) -> str:
     tls = tls_of(config)
     if tls is None:
         return "none: connections are in the clear"
+    from dora.tls.authority import is_of_cluster  # loads cryptography
+
     found = tls.check(serves=True)
     for listen in filter(None, (config.service.listen, config.service.metrics)):
         host = listen.rpartition(":")[0].strip("[]")
@@ -50,5 +52,10 @@ def check_tls(config: Config) -> str:
     ends = holder_of(found.cert).ends
     guarded = "certificates" if config.tls.clients == "certificate" else "a token"
     described = f"{tls.cert}, valid until {ends:%Y-%m-%d %H:%M:%S} UTC; clients show {guarded}"
+    if not tls.domain and not is_of_cluster(found.ca):
+        described += (
+            "; warning: tls.domain is empty, so a certificate for any name such as owner.dora.svc.cluster.local is the "
+            "owner's: set it, unless the authority issues certificates for this cluster alone"
+        )
     unguarded = [name for name in config.kv.transports.split(",") if name not in IN_STREAM]
     return described + (f"; KV by {', '.join(unguarded)} is not guarded" if unguarded else "")

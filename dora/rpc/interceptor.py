@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from urllib.parse import unquote
 
 import grpc
@@ -32,7 +32,7 @@ from dora.rpc.errors import (
     abort,
 )
 from dora.rpc.proof import ANSWER_KEY, CHALLENGE, NONCE_BYTES, NONCE_KEY, WORKER_KEY, bytes_of, text_of
-from dora.rpc.roles import CALLER, SERVICES, SESSION, Role, ServiceTokens
+from dora.rpc.roles import CALLER, SERVICES, SESSION, Caller, Role, ServiceTokens
 from dora.rpc.room import Room
 from dora.system.memory import give_back_memory
 from dora.tls.certificate import Holder, holder_of
@@ -54,6 +54,17 @@ CALLS_AT_ONCE: Final[Mapping[Role, int]] = {
     Role.WORKER: 4096 + 64,
     Role.HOST: 1024 + 64,
 }  # open calls of one service; a further one is refused
+
+
+class Watcher:
+    """Learns which peers ask for a challenge, prove a token, and are refused; this one does nothing."""
+
+    def challenged(self, address: str) -> None: ...
+
+    def proven(self, address: str) -> None: ...
+
+    async def refused(self, caller: Caller | None, address: str, method: str, error: DoraError) -> None: ...
+
 
 Behaviour = Callable[[Any, ServicerContext], AsyncIterator[Any]]
 
@@ -94,21 +105,28 @@ class CallLimits:
 
 
 def server_interceptors(
-    tokens: ServiceTokens, max_message_bytes: int = MAX_MESSAGE_BYTES, room: Room | None = None, domain: str = ""
+    tokens: ServiceTokens,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    room: Room | None = None,
+    domain: str = "",
+    watcher: Watcher | None = None,
 ) -> Sequence[ServerInterceptor]:
     """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
 
     ``room`` learns which peers prove a token. ``domain``: of the names in certificates, as for ``holder_of``.
     """
-    access = AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most()), domain)
+    access = AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most()), domain, watcher)
     return (access, ErrorInterceptor())
 
 
 class AccessInterceptor(ServerInterceptor):
     """Refuses unauthorised callers; reads and decodes messages of others within their limits."""
 
-    def __init__(self, tokens: ServiceTokens, max_message_bytes: int, room: Room, domain: str) -> None:
+    def __init__(
+        self, tokens: ServiceTokens, max_message_bytes: int, room: Room, domain: str, watcher: Watcher | None = None
+    ) -> None:
         self._domain = domain
+        self._watcher = watcher or Watcher()
         self.challenges = Challenges(tokens)
         self._room = room
         self._pools = {role: CallLimits(role) for role in CALLS_AT_ONCE}
@@ -154,15 +172,19 @@ class AccessInterceptor(ServerInterceptor):
                 admitted = self._admitted(method, metadata, holder)
             except DoraError as error:
                 self._room.refused(context.peer())
-                await abort(context, error)
+                await self._refuse(None, context, method, error)
             self._room.proven(context.peer())
+            self._watcher.proven(context.peer())
             CALLER.set(admitted.caller)
             SESSION.set(admitted.session)
             answer_proof = ((ANSWER_KEY, text_of(admitted.answer)),)
             await context.send_initial_metadata(answer_proof)
             context.set_trailing_metadata(answer_proof)
             try:
-                _check(admitted, name_of(method), holder)
+                try:
+                    _check(admitted, name_of(method), holder)
+                except DoraError as error:
+                    await self._refuse(admitted.caller, context, method, error)
                 with pool.calls.one():
                     async for reply in answer(requests, context):
                         yield reply
@@ -172,6 +194,10 @@ class AccessInterceptor(ServerInterceptor):
                 await abort(context, error)
 
         return behaviour
+
+    async def _refuse(self, caller: Caller | None, context: ServicerContext, method: str, error: DoraError) -> NoReturn:
+        await self._watcher.refused(caller, context.peer(), method, error)
+        await abort(context, error)
 
     def _admitted(self, method: str, metadata: Any, holder: Holder | None) -> ProvenCall:
         """Returns the caller: of its token, or of its certificate alone. Raises Unauthenticated and LimitExceeded."""
@@ -193,6 +219,7 @@ class AccessInterceptor(ServerInterceptor):
             if len(nonce) != NONCE_BYTES:
                 await abort(context, InvalidValue(NONCE_KEY, "(not shown)", f"{NONCE_BYTES} random bytes in base64"))
             self._room.challenged(context.peer())
+            self._watcher.challenged(context.peer())
             yield self.challenges.answer(nonce, unquote(str(own.get(WORKER_KEY, "")))).SerializeToString()
 
         return answer

@@ -7,14 +7,16 @@
                 ◀── a proof of the answer, then messages
 
 Keys are derived from tokens. Proofs are HMAC-SHA256 (RFC 2104) with a label for each use. The owner's token may be one
-that a person chose, and a stranger can ask for proofs to try guesses on, so its key takes scrypt (RFC 7914): each guess
-costs 16 MiB and some 50 ms. All other tokens are random.
+that a person chose, and a stranger can ask for proofs to try guesses on, so it must have ``OWNER_BITS``, and its key
+takes scrypt (RFC 7914): each guess costs 16 MiB and some 50 ms. All other tokens are random.
 """
 
 import base64
 import binascii
 import hashlib
 import hmac
+import math
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,7 +35,11 @@ SCHEME: Final = "DORA1"  # of a credential
 OWNER: Final = "owner"  # the holder whose key is stretched
 NONCE_BYTES: Final = 16
 SERVICE_NONCE_BYTES: Final = 40
+OWNER_BITS: Final = 128  # of an owner's token, estimated
 _MAC_BYTES: Final = 32
+_SAME: Final = 5  # characters that occur again
+_HEX_SIZE: Final = 16
+_KINDS: Final = (("[0-9]", 10), ("[a-z]", 26), ("[A-Z]", 26))
 _SCRYPT: Final = {"n": 1 << 14, "r": 8, "p": 1}
 
 
@@ -128,6 +134,28 @@ def check_token(token: str) -> None:
     """Raises InvalidValue for a token that no file or variable holds safely."""
     if not token.isascii() or not token.isprintable():
         raise InvalidValue("token", "(not shown)", "printable ASCII")
+
+
+def check_owner(token: str) -> None:
+    """Raises InvalidValue as ``check_token``, and for an owner's token that somebody could guess: a stranger gets
+    proofs to try guesses on, and all roles' tokens follow from it.
+    """
+    check_token(token)
+    if (bits := strength_of(token)) < OWNER_BITS:
+        allowed = f"one of {OWNER_BITS} bits or more, such as `openssl rand -hex 32` prints"
+        raise InvalidValue("token", "(not shown)", allowed, f"has about {bits:.0f} bits by its length and characters")
+
+
+def strength_of(token: str) -> float:
+    """Returns a cautious estimate of a token's bits, from its kinds of characters. A letter of a word counts 2, and
+    what occurs again counts once.
+    """
+    words = sum(map(len, re.findall("[a-z]{4,}|[A-Z]{4,}", token)))
+    once = min(len(token), len({token[at : at + _SAME] for at in range(len(token) - _SAME + 1)}) + _SAME - 1)
+    if 4 * words >= 3 * sum(map(str.isalnum, token)):
+        return 2.0 * once
+    size = sum(size for kind, size in _KINDS if re.search(kind, token))
+    return once * math.log2(_HEX_SIZE if re.fullmatch("[0-9a-f-]+|[0-9A-F-]+", token) and size > 10 else max(1, size))
 
 
 def text_of(content: bytes) -> str:

@@ -85,8 +85,8 @@ class TokenGeneration:
 
     @classmethod
     def following(cls, owner: str) -> Self:
-        """Takes some 50 ms. Raises InvalidValue for a token that is not printable ASCII."""
-        proof.check_token(owner)
+        """Takes some 50 ms. Raises InvalidValue for a token that is weak or not printable ASCII."""
+        proof.check_owner(owner)
         root = proof.root_of(owner)
         derived: dict[Role, str] = {role: _derived(root, role) for role in Role if role is not Role.OWNER}
         keys = {role: Key(proof.key_of(token), Caller(role)) for role, token in derived.items()}
@@ -99,9 +99,9 @@ class ServiceTokens:
     """The tokens of one service. Earlier ones stay valid for an overlap after they were replaced."""
 
     def __init__(self, owner: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """``owner``: the owner's token; empty: a new one. Raises InvalidValue for one that is not printable ASCII."""
+        """``owner``: the owner's token; empty: a new one. Raises InvalidValue as ``TokenGeneration.following``."""
         self._clock = clock
-        self._newest = TokenGeneration.following(owner or secrets.token_urlsafe(_TOKEN_BYTES))
+        self._newest = TokenGeneration.following(owner or secrets.token_hex(proof.OWNER_BITS // 4))
         self._replaced: list[tuple[float, TokenGeneration]] = []  # each with the end of its overlap, the latest last
         self._started: dict[str, list[Key]] = {}  # by worker id: of its tokens, the newest last
         self._grants = 0

@@ -194,6 +194,12 @@ def _parsed(peer: str) -> Peer | None:
     return (_plain(host.strip("[]")), int(port)) if scheme in ("ipv4", "ipv6") and port.isdecimal() else None
 
 
+def host_of_peer(peer: str) -> str:
+    """Returns the address in gRPC's name of a peer; empty: it has none."""
+    found = _parsed(peer)
+    return found[0] if found is not None else ""
+
+
 def _plain(host: str) -> str:
     """An IPv4 address may stand within an IPv6 one."""
     return host.removeprefix("::ffff:")

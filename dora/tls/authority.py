@@ -34,6 +34,7 @@ from dora.tls.files import CA, CERT, KEY, LOOPBACK
 AUTHORITY: Final = "authority"
 AUTHORITY_KEY: Final = "ca.key"
 SERVES: Final = frozenset({"service", "host", "worker", "front"})  # roles whose processes listen
+COMMON_NAME: Final = "DORA cluster"  # of an authority that is made here: its beginning
 SKEW: Final = timedelta(minutes=5)  # that a machine's clock may be behind
 NAME_MAX: Final = 64
 
@@ -50,7 +51,7 @@ class Authority:
     def made(cls, days: float, now: datetime, trusted: bytes = b"") -> "Authority":
         """Makes a new one. ``trusted``: earlier ones, which stay accepted."""
         key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"DORA cluster {now:%Y-%m-%d %H:%M:%S}")])
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{COMMON_NAME} {now:%Y-%m-%d %H:%M:%S}")])
         certificate = (
             _builder(name, name, key.public_key(), now, now + timedelta(days=days))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -103,6 +104,12 @@ class Authority:
             .sign(self.key, hashes.SHA256())
         )
         return certificate.public_bytes(Encoding.PEM), _pem(key)
+
+
+def is_of_cluster(trusted: bytes) -> bool:
+    """Returns whether all authorities of this PEM were made here, for one cluster alone."""
+    names = (each.subject.rfc4514_string() for each in x509.load_pem_x509_certificates(trusted))
+    return all(name.startswith(f"CN={COMMON_NAME} ") for name in names)
 
 
 def make_cluster(

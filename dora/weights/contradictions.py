@@ -11,16 +11,13 @@ from dora.data.strict_json import json_object
 from dora.errors import InvalidValue
 from dora.models.ends import ends_by_file, merged_ends, token_ids
 from dora.models.text_part import text_part
-from dora.weights.reference import TensorHeader, open_regular, read_layout, weight_files
+from dora.weights.reference import HEAD, embedding_of_tied, is_tied, weight_files
+from dora.weights.tied_head import Placed, are_equal, placed_tensors
 
-_HEAD: Final = "lm_head.weight"
-_EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEADS: Final = ("lm_head", "embed_out", "output", "score", "head")  # parts of names of output layers
 _DTYPES: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _SAME_ROPE: Final = {"mrope": "default", "su": "longrope"}  # old names of kinds of rope
 _ROPE: Final = ("rope_parameters", "rope_scaling")
-_PIECE_BYTES: Final = 1 << 24
-_Layouts = Mapping[str, tuple[int, tuple[TensorHeader, ...]]]  # by file: the offset of its tensors, and these
 # Defaults of generation_config.json that change what transformers' generate() samples, and the values that do not.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "typical_p"), (None, 1.0)),
@@ -34,12 +31,12 @@ def check_folder(folder: Path) -> tuple[str, ...]:
     """Warnings about a model folder, one sentence each. Raises InvalidValue, naming both sides of a contradiction."""
     config = json_object(folder / "config.json", "--model")
     _check_rope(folder, config)
-    layouts = {file: read_layout(folder / file) for file in weight_files(folder)}
-    _check_head(folder, config, layouts)
+    placed = placed_tensors(folder / file for file in weight_files(folder))
+    _check_head(folder, config, placed)
     return (
         *_of_ends(folder, config),
         *_of_tokens(folder, config),
-        *_of_dtype(folder, config, layouts),
+        *_of_dtype(folder, config, placed),
         *_of_defaults(folder),
     )
 
@@ -70,40 +67,16 @@ def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
             _refuse(folder, one, other, "remove one of them from config.json")
 
 
-def _check_head(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> None:
-    """A tied head that the checkpoint holds must equal the embeddings; an untied one must be in the checkpoint."""
-    tied = config.get("tie_word_embeddings")
-    places = {tensor.name: file for file, (_, tensors) in layouts.items() for tensor in tensors}
-    pair = [(places[name], name) for name in (_HEAD, _EMBEDDINGS) if name in places]
-    if tied and len(pair) == 2 and not _are_equal(folder, layouts, *pair):
+def _check_head(folder: Path, config: Mapping[str, Any], placed: Mapping[str, Placed]) -> None:
+    """A tied head that the checkpoint holds must equal the embedding; an untied one must be in the checkpoint."""
+    tied, names = is_tied(config), {name: tensor for name, (_, _, tensor) in placed.items() if name != HEAD}
+    embedding = embedding_of_tied(names)
+    if tied and embedding is not None and HEAD in placed and not are_equal(placed[HEAD], placed[embedding]):
         remedy = "set tie_word_embeddings to false, or remove the head from the checkpoint"
-        _refuse(folder, "tie_word_embeddings is true", f"{_HEAD} differs from {_EMBEDDINGS}", remedy)
-    if tied is False and _EMBEDDINGS in places and not any(part in name for name in places for part in _HEADS):
+        _refuse(folder, "tie_word_embeddings is true", f"{HEAD} differs from {embedding}", remedy)
+    if tied is False and embedding is not None and not any(part in name for name in placed for part in _HEADS):
         remedy = "set it to true, or add the head to the checkpoint"
-        _refuse(folder, "tie_word_embeddings is false", f"the checkpoint has no {_HEAD}", remedy)
-
-
-def _are_equal(folder: Path, layouts: _Layouts, *tensors: tuple[str, str]) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    found = []
-    for file, name in tensors:
-        start, layout = layouts[file]
-        for tensor in layout:
-            if tensor.name == name:
-                found.append((tensor, start))
-                break
-            start += tensor.content_bytes
-    (one, start), (other, other_start) = found
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with open_regular(folder / tensors[0][0]) as left, open_regular(folder / tensors[1][0]) as right:
-        left.seek(start)
-        right.seek(other_start)
-        for at in range(0, one.content_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, one.content_bytes - at)
-            if left.read(size) != right.read(size):
-                return False
-    return True
+        _refuse(folder, "tie_word_embeddings is false", f"the checkpoint has no {HEAD}", remedy)
 
 
 def _vocab_size(config: Mapping[str, Any]) -> int:
@@ -136,7 +109,7 @@ def _of_tokens(folder: Path, config: Mapping[str, Any]) -> list[str]:
     return [f"tokenizer.json has tokens outside the model's vocabulary of {vocab_size:,}, refused in prompts: {shown}"]
 
 
-def _of_dtype(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> list[str]:
+def _of_dtype(folder: Path, config: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[str]:
     said = config.get("dtype") or config.get("torch_dtype")
     if config.get("dtype") and config.get("torch_dtype") and config["dtype"] != config["torch_dtype"]:
         _refuse(
@@ -144,9 +117,8 @@ def _of_dtype(folder: Path, config: Mapping[str, Any], layouts: _Layouts) -> lis
         )
     expected = _DTYPES.get(str(said))
     content: dict[str, int] = {}
-    for _, tensors in layouts.values():
-        for tensor in tensors:
-            content[tensor.dtype] = content.get(tensor.dtype, 0) + tensor.content_bytes
+    for _, _, tensor in placed.values():
+        content[tensor.dtype] = content.get(tensor.dtype, 0) + tensor.content_bytes
     most = max(content, key=lambda dtype: content[dtype], default=None)
     if expected is None or most is None or most == expected or most not in _DTYPES.values():
         return []

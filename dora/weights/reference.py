@@ -8,7 +8,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +31,8 @@ HEADER_BYTES_MAX: Final = 100_000_000  # the format's own limit
 _NAME_CHARACTERS_MAX: Final = 1000
 _DIMENSIONS_MAX: Final = 64
 _ELEMENTS_MAX: Final = 1 << 63
-_TIED_HEAD: Final = "lm_head.weight"
+HEAD: Final = "lm_head.weight"  # the output layer, which may be tied to the embedding
+_EMBEDDING: Final = "embed_tokens.weight"  # the end of its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,27 @@ def read_reference(folder: Path) -> Reference:
     """The tensors of a Hugging Face folder, sharded or not. Raises InvalidValue if it is not one."""
     files = weight_files(folder)
     config = json_object(folder / "config.json", "model")
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = bool(is_tied(config))
     tensors: dict[str, TensorHeader] = {}
     for file in files:
         for name, tensor in read_header(folder / file).items():
-            optional = (tied and name == _TIED_HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
+            optional = (tied and name == HEAD) or is_derived(name, tensor.shape) or is_skipped(name, config)
             tensors[name] = TensorHeader(name, tensor.dtype, tensor.shape, optional)
     vocab_size = config.get("vocab_size", text_part(config).get("vocab_size", 0))
     return Reference(folder, files, tuple(tensors[name] for name in sorted(tensors)), int(vocab_size))
+
+
+def is_tied(config: Mapping[str, Any]) -> bool | None:
+    """Returns whether a model's config.json ties its head to the embedding; None: it does not say."""
+    said = config.get("tie_word_embeddings", text_part(config).get("tie_word_embeddings"))
+    return None if said is None else bool(said)
+
+
+def embedding_of_tied(expected: Mapping[str, TensorHeader]) -> str | None:
+    """Returns the name of the embedding to which a model's head is tied; None: its head has weights of its own."""
+    if HEAD in expected and not expected[HEAD].optional:
+        return None
+    return min((name for name in expected if f".{name}".endswith(f".{_EMBEDDING}")), key=len, default=None)
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
@@ -150,9 +164,11 @@ def _placed(name: str, text: bytes, tensor_bytes: int) -> tuple[TensorHeader, ..
 def check_tensors(found: Mapping[str, TensorHeader], expected: Iterable[TensorHeader]) -> None:
     """Raises InvalidValue for the first tensor (by name) with a wrong shape or dtype, or that is unknown or missing.
 
-    Tensors that the configuration determines (``is_derived``) may be there or not.
+    Tensors that the configuration determines (``is_derived``) and a tied head may be there or not.
     """
     required = {tensor.name: tensor for tensor in expected}
+    if (embedding := embedding_of_tied(required)) is not None:
+        required[HEAD] = replace(required[embedding], name=HEAD, optional=True)
     for name in sorted(found.keys() | required.keys()):
         if is_derived(name, found[name].shape if name in found else required[name].shape) and (
             name not in required or name not in found or is_derived(name, required[name].shape)

@@ -26,6 +26,7 @@ from dora.weights.host_store import MANIFEST_FILE, HostStore, header_bytes_of, w
 from dora.weights.image import NOTE_FILE
 from dora.weights.manifest import manifest_of
 from dora.weights.reference import WEIGHTS_FILE, TensorHeader
+from dora.weights.tied_head import check_tied_head
 from dora.weights.upload import DeltaUpload, Upload
 
 log = logging.getLogger("dora.weights")
@@ -256,4 +257,5 @@ class WeightStore(HostStore):
                 raise InvalidValue(f"{file.name}: tensor", name, "in one file only")
             merged |= found
         self.check_tensors(merged)
+        check_tied_head((incoming / file.name for file in files), self.reference.tensors)
         return examined

@@ -29,9 +29,10 @@ from dora.rpc.proven import Prover, proven_channel
 from dora.rpc.roles import SERVICES, Role, ServiceTokens
 from dora.rpc.sealed import sealed, unsealed
 from dora.session.link import SessionLink
+from tests.owner_token import owner_token
 from tests.refusals import refused
 
-OWNER = "a-token-of-the-owner"
+OWNER = owner_token("owner")
 TOKENS = ServiceTokens(OWNER)
 WORKER = TOKENS.started("w0")
 METHODS = [

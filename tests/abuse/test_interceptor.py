@@ -21,6 +21,7 @@ from dora.rpc.errors import LimitExceeded
 from dora.rpc.proven import ProvenChannel, proven_channel
 from dora.rpc.roles import Role, ServiceTokens
 from tests.abuse.callers import METHODS, answer
+from tests.owner_token import owner_token
 from tests.refusals import refused, refused_call
 
 MEGABYTE = 1 << 20
@@ -130,12 +131,12 @@ class Slow(stubs.OperatorServicer):
 async def slow() -> AsyncIterator[tuple[Slow, ProvenChannel]]:
     service = Slow()
     server = grpc.aio.server(
-        interceptors=interceptor.server_interceptors(ServiceTokens("mine")), options=server_options()
+        interceptors=interceptor.server_interceptors(ServiceTokens(owner_token("mine"))), options=server_options()
     )
     stubs.add_OperatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with proven_channel(f"127.0.0.1:{port}", "mine") as channel:
+    async with proven_channel(f"127.0.0.1:{port}", owner_token("mine")) as channel:
         yield service, channel
     await server.stop(None)
 
@@ -178,14 +179,14 @@ async def test_callers_that_never_send_their_message_make_room(
 async def test_connections_are_bounded_and_those_that_there_are_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dora.rpc.channel.CONNECTIONS_MAX", 4)
     server = grpc.aio.server(
-        interceptors=interceptor.server_interceptors(ServiceTokens("mine")), options=server_options()
+        interceptors=interceptor.server_interceptors(ServiceTokens(owner_token("mine"))), options=server_options()
     )
     service = Slow()
     service.go.set()
     stubs.add_OperatorServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with proven_channel(f"127.0.0.1:{port}", "mine") as channel:
+    async with proven_channel(f"127.0.0.1:{port}", owner_token("mine")) as channel:
         call = stubs.OperatorStub(channel).GetStatus
         assert await call(pb.StatusRequest()) == pb.Status()
         strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]

@@ -15,6 +15,7 @@ from dora.ops.page.routes import BODY_MAX, COOKIE, CSRF
 from dora.ops.page.viewers import VIEWERS
 from dora.rpc.roles import Role, ServiceTokens
 from tests.browser.many import World, simulated
+from tests.owner_token import owner_token
 from tests.unit.front_service import front
 
 READ: Final = ("page/", "page/history", "page/events", "page/trajectories", "page/trajectory?id=g0.0")
@@ -32,7 +33,7 @@ WRONG: Final[tuple[tuple[str, Any], ...]] = (
 
 @asynccontextmanager
 async def page(world: World | None = None, period_s: float = 0.05) -> AsyncIterator[tuple[str, ServiceTokens]]:
-    tokens = ServiceTokens("owner-of-the-simulation")
+    tokens = ServiceTokens(owner_token("simulation"))
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(simulated(world or World(2), tokens, period_s=period_s))
         url, _, _ = await stack.enter_async_context(front(mount=mounted(address, tokens.of[Role.OWNER])))

@@ -24,6 +24,7 @@ from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import CALLER, Caller, Role, ServiceTokens
 from dora.worker.fake.engine import FakeEngine
 from tests.abuse.callers import answer
+from tests.owner_token import owner_token
 from tests.proofs import caller_of
 from tests.refusals import refused, refused_call
 from tests.service import configured, running, until
@@ -90,12 +91,12 @@ async def test_another_scheme_is_no_token(handle: ServiceHandle) -> None:
 
 def test_roles_tokens_follow_from_the_owners_and_not_the_owners_from_theirs() -> None:
     first, again, other, new = (
-        ServiceTokens("secret"),
-        ServiceTokens("secret"),
-        ServiceTokens("secret2"),
+        ServiceTokens(owner_token("secret")),
+        ServiceTokens(owner_token("secret")),
+        ServiceTokens(owner_token("secret2")),
         ServiceTokens(),
     )
-    assert first.of == again.of and first.of[Role.OWNER] == "secret"
+    assert first.of == again.of and first.of[Role.OWNER] == owner_token("secret")
     assert not set(first.of.values()) & set(other.of.values())
     assert new.of[Role.OWNER] != ServiceTokens().of[Role.OWNER]
     assert caller_of(first, "") is None

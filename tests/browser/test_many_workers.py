@@ -14,6 +14,7 @@ from dora.rpc.roles import Role, ServiceTokens
 from tests.browser.conftest import Opened
 from tests.browser.front import Paged, fill, paged, sign_in
 from tests.browser.many import World, simulated
+from tests.owner_token import owner_token
 
 WORKERS = 1024
 SECONDS = 120
@@ -51,7 +52,7 @@ async def shown(page: Any, front: Paged, token: str) -> None:
 
 
 async def test_1024_workers_and_100000_trajectories(tiny_dense: Path, world: World, opened: Opened) -> None:
-    tokens = ServiceTokens("owner-of-the-simulation")
+    tokens = ServiceTokens(owner_token("simulation"))
     async with (
         simulated(world, tokens, SECONDS, period_s=0.5) as address,
         paged(address, tokens.of[Role.OWNER], tiny_dense, lambda history: fill(history, world, SECONDS)) as front,
@@ -96,7 +97,7 @@ async def test_1024_workers_and_100000_trajectories(tiny_dense: Path, world: Wor
 
 @pytest.mark.skipif("DORA_TEST_PICTURES" not in os.environ, reason="DORA_TEST_PICTURES names no folder for pictures")
 async def test_pictures(tiny_dense: Path, world: World, opened: Opened) -> None:
-    folder, tokens = Path(os.environ["DORA_TEST_PICTURES"]), ServiceTokens("owner-of-the-simulation")
+    folder, tokens = Path(os.environ["DORA_TEST_PICTURES"]), ServiceTokens(owner_token("simulation"))
     for workers in (24, WORKERS):
         world.workers = workers
         async with (

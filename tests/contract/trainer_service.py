@@ -31,8 +31,9 @@ from dora.rpc.packed import pack, packed_batches
 from dora.rpc.roles import ServiceTokens
 from dora.weights.files import WeightFile
 from dora.weights.store import WeightStore
+from tests.owner_token import owner_token
 
-TOKEN = "correct-horse"
+TOKEN = owner_token("correct-horse")
 
 
 def make_trajectory(step: int, group: int, sample: int, group_size: int = 2, **changes: Any) -> Trajectory:

@@ -16,6 +16,7 @@ from dora.orchestrator.recording.eventlog import read_log
 from dora.orchestrator.recovery.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
+from tests.owner_token import owner_token
 from tests.refusals import refused
 from tests.service import configured, during, move_one, running, train, until
 
@@ -38,7 +39,7 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
     """With handoffs, refusals, and a worker's death."""
     folder = tmp_path / "state"
     kept = {"service__state": str(folder), "service__keep_events": True}
-    config = configured(tiny_dense, window__size=2, service__token="correct-horse", **kept, **LONG)
+    config = configured(tiny_dense, window__size=2, service__token=owner_token("correct-horse"), **kept, **LONG)
     async with (
         running(config, processes=True) as handle,
         Operator(handle.address, handle.token) as operator,

@@ -14,12 +14,13 @@ from dora.client import Operator, Prompts, Sessions, Trainer
 from dora.client.sessions import Session
 from dora.data.engine_times import HISTOGRAMS
 from dora.errors import InvalidValue
-from dora.orchestrator.hosts.fronts import Front, host_of_peer
+from dora.orchestrator.hosts.fronts import Front
 from dora.orchestrator.main import ServiceHandle
 from dora.orchestrator.metrics import server
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
+from dora.rpc.room import host_of_peer
 from tests.e2e.agents import agent, are_ready, host
 from tests.refusals import refused
 from tests.service import configured, during, move_one, running, train, until

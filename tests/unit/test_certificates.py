@@ -11,7 +11,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
+from dora.config import validated
 from dora.errors import InvalidValue
+from dora.orchestrator.guard import check_tls
 from dora.rpc.access import caller_by, check_certificate
 from dora.rpc.errors import PermissionDenied, Unauthenticated
 from dora.rpc.roles import Role
@@ -116,3 +118,17 @@ def test_workers_and_pools_take_options_or_variables(tmp_path: Path, monkeypatch
     for unfit in (Tls(own.ca), tls(folder, "trainer")):  # none, and one that no server may use
         with refused(InvalidValue, field="tls.cert"):
             check_credentials("secret", unfit)
+
+
+@pytest.mark.parametrize(
+    ("own", "domain", "warns"), [(True, "", False), (False, "", True), (False, "elsewhere", False)]
+)
+def test_an_authority_of_others_without_a_domain_is_warned_of(
+    own: bool, domain: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as made:
+        if not own:
+            made.setattr("dora.tls.authority.COMMON_NAME", "Example Corp Root")
+        folder = cluster(tmp_path)
+    config = validated({"tls": {"folder": str(folder / "service"), "domain": domain}})
+    assert ("tls.domain" in check_tls(config)) == warns

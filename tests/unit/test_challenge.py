@@ -1,21 +1,23 @@
 """Sessions of proven callers: each call's number once, each challenge for a time, and no more sessions than may be."""
 
+import base64
 import random
 import secrets
 
 import pytest
 
-from dora.errors import LimitExceeded
+from dora.errors import InvalidValue, LimitExceeded
 from dora.rpc import challenge, proof
 from dora.rpc.challenge import FRESH_S, NUMBERS_KEPT, Challenges
 from dora.rpc.errors import Unauthenticated
 from dora.rpc.proven import ProvenSession
-from dora.rpc.roles import Caller, Role, ServiceTokens
+from dora.rpc.roles import Caller, Role, ServiceTokens, TokenGeneration
+from tests.owner_token import owner_token
 from tests.proofs import session_with
 from tests.refusals import refused
 
 METHOD = "/dora.v1.Operator/GetStatus"
-TOKENS = ServiceTokens("owner")
+TOKENS = ServiceTokens(owner_token("owner"))
 
 
 class Bench:
@@ -25,7 +27,7 @@ class Bench:
         self.now_s = 1000.0
         self.challenges = Challenges(TOKENS, lambda: self.now_s)
 
-    def session(self, token: str = "owner") -> ProvenSession:
+    def session(self, token: str = owner_token("owner")) -> ProvenSession:
         return session_with(self.challenges, token)
 
     def admit(self, session: ProvenSession, number: int, method: str = METHOD) -> challenge.ProvenCall:
@@ -100,7 +102,7 @@ def test_a_damaged_credential_is_refused(seed: int) -> None:
 
 def test_an_ended_token_is_known_but_not_valid() -> None:
     """So that its worker can believe that it is refused."""
-    tokens, nonce = ServiceTokens("owner"), secrets.token_bytes(proof.NONCE_BYTES)
+    tokens, nonce = ServiceTokens(owner_token("owner")), secrets.token_bytes(proof.NONCE_BYTES)
     first, second = tokens.started("w0"), tokens.started("w0")
     held = Challenges(tokens)
     for token, is_ended in ((first, True), (second, False)):
@@ -111,3 +113,27 @@ def test_an_ended_token_is_known_but_not_valid() -> None:
         sent = session.credential("/dora.v1.Worker/Connect")
         found = held.admit(sent.metadata, "/dora.v1.Worker/Connect")
         assert found.is_ended is is_ended and found.caller.worker_id == "w0" and found.answer == sent.answer
+
+
+WEAK = (
+    "", "secret", "correct-horse", "correct-horse-battery-staple", "a" * 200, "1234567890" * 8, "deadbeef" * 8,
+    "P4ssw0rd!" * 4, "2026-11-29T14:30", "0123456789abcdef", "an-owner's-token-of-more-than-32-characters",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("token", WEAK[1:])
+def test_a_weak_owners_token_is_refused(token: str) -> None:
+    with refused(InvalidValue, field="token", value="(not shown)", names=[128, "openssl"]) as caught:
+        TokenGeneration.following(token)
+    assert token not in str(caught.value)
+
+
+def test_tokens_that_programs_make_are_strong_enough() -> None:
+    chance = random.Random(63)
+    for size in (32, 48):
+        raw = [chance.randbytes(size) for _ in range(200)]
+        for each in raw:
+            for token in (each.hex(), each.hex().upper(), proof.text_of(each), base64.b64encode(each).decode()):
+                assert proof.strength_of(token) >= proof.OWNER_BITS, token
+    assert all(proof.strength_of(ServiceTokens().of[Role.OWNER]) >= proof.OWNER_BITS for _ in range(3))
+    assert not any(proof.strength_of(token) >= proof.OWNER_BITS for token in WEAK)

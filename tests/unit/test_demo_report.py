@@ -26,6 +26,7 @@ from dora.ops.demo.timeline import ARCS_MAX, Arc, TrainerSpan, arcs_of, draw_tim
 from dora.ops.demo.trainer_process import TrainedStep
 from dora.rpc import dora_pb2 as pb
 from tests.contract.trainer_service import make_trajectory
+from tests.owner_token import owner_token
 from tests.refusals import refused
 
 STEPS, GROUPS, GROUP_SIZE, WINDOW = 3, 2, 2, 2
@@ -486,7 +487,7 @@ def test_a_demo_evaluates_prompts_of_its_own_source_unless_it_is_told_otherwise(
 
 
 def test_the_demo_serves_under_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    token = "an-owner's-token-of-more-than-32-characters"
+    token = owner_token("demo")
     monkeypatch.setenv("DORA_TOKEN", token)
     assert configured().service.token == token
     monkeypatch.setenv("DORA_TOKEN", "")

@@ -40,7 +40,7 @@ class Incarnation:
     """One life of a service, as far as its hosts are concerned; the ledger is what the next one finds."""
 
     def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
-        self.tokens, self.ledger, self.posted = ServiceTokens("owner"), ledger, list[on.Event]()
+        self.tokens, self.ledger, self.posted = ServiceTokens(), ledger, list[on.Event]()
         store = HostStore(folder / "store", Path(config.model))
         self.sessions = MemberSessions(lambda session, reason: None)
         self.hosts = Hosts(config, store, self.sessions, State(config), self.posted.append, self.note)

@@ -1,6 +1,10 @@
 """The fronts that Prometheus scrapes: those that serve, and those that were lost and did not leave."""
 
+import pytest
+
+from dora.errors import InvalidValue
 from dora.orchestrator.hosts.fronts import FRONTS_MAX, LOST_S, Front, Fronts
+from tests.refusals import refused
 
 ONE = Front("10.0.0.1", 8000, secure=False)
 OTHER = Front("10.0.0.2", 8000, secure=False)
@@ -39,3 +43,24 @@ def test_lost_fronts_are_bounded_and_the_oldest_is_forgotten() -> None:
         with fronts.serving(Front("10.0.0.1", port, secure=False)):
             pass
     assert [each.port for each in fronts] == [*range(3, FRONTS_MAX + 3)]
+
+
+OWN = (
+    ("10.0.0.7:80", "10.0.0.7"), ("[2001:db8::7]:80", "2001:db8::7"), ("0.0.0.0:80", "10.0.0.7"),
+    ("[::]:80", "127.0.0.1"), ("127.0.0.1:80", "127.0.0.1"), ("localhost:80", "127.0.0.1"), ("[::]:80", ""),
+)  # fmt: skip
+OTHERS = (
+    ("10.0.0.9:80", "10.0.0.7"), ("127.0.0.1:80", "10.0.0.7"), ("localhost:80", "10.0.0.7"), ("[::1]:80", "10.0.0.7"),
+    ("169.254.169.254:80", "127.0.0.1"), ("10.0.0.9:80", "127.0.0.1"), ("no-such-host.invalid:80", "127.0.0.1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("address", "caller"), OWN)
+async def test_a_front_at_its_own_machine_is_listed(address: str, caller: str) -> None:
+    await Fronts().check(Front.of(address, caller, secure=False), caller)
+
+
+@pytest.mark.parametrize(("address", "caller"), OTHERS)
+async def test_a_front_at_another_machine_is_refused(address: str, caller: str) -> None:
+    with refused(InvalidValue, field="address", names=[caller]):
+        await Fronts().check(Front.of(address, caller, secure=False), caller)

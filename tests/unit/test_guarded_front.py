@@ -110,7 +110,7 @@ async def test_clients_may_need_no_certificate(folder: Path) -> None:
 
 
 async def test_metrics_are_for_readers_by_certificate_or_token(folder: Path) -> None:
-    tokens = ServiceTokens("of the owner")
+    tokens = ServiceTokens()
     async with front(key="k", tls=HttpTls(tls(folder, "service"), mutual=False), tokens=tokens) as (base, _, _):
         url, plain = f"{base}/metrics", Tls(tls(folder, "session").ca)
         for token, code in (("", 401), ("k", 401), (tokens.of[Role.SESSION], 403), (tokens.of[Role.METRICS], 200)):

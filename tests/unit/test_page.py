@@ -16,6 +16,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, PermissionDenied, Unauthenticated
 from dora.rpc.roles import Role, ServiceTokens, TokenGeneration
 from tests.browser.many import STEP_S, World, simulated
+from tests.owner_token import owner_token
 from tests.refusals import refused
 
 
@@ -129,7 +130,7 @@ async def test_viewers_are_counted() -> None:
 
 
 async def test_browsers_have_the_rights_of_their_tokens_while_these_are_valid() -> None:
-    tokens, now_s = ServiceTokens("first-owner"), 0.0
+    tokens, now_s = ServiceTokens(owner_token("first")), 0.0
     async with simulated(World(2), tokens) as address:
         browsers = Browsers(address, clock=lambda: now_s)
         owner = await browsers.sign_in(tokens.of[Role.OWNER])
@@ -144,7 +145,7 @@ async def test_browsers_have_the_rights_of_their_tokens_while_these_are_valid() 
         assert await browsers.find("unknown") is None
         browsers.forget(owner)
         assert await browsers.find(owner) is None
-        tokens.replace(TokenGeneration.following("second-owner"), overlap_s=0.0)
+        tokens.replace(TokenGeneration.following(owner_token("second")), overlap_s=0.0)
         assert await browsers.find(operator) is not None, "it was checked a moment ago"
         now_s = CHECK_S + 1
         assert await browsers.find(operator) is None

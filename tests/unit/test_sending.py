@@ -12,9 +12,10 @@ from dora.errors import InvalidValue
 from dora.rpc.interceptor import server_interceptors
 from dora.rpc.proven import ProvenChannel, proven_channel
 from dora.rpc.roles import ServiceTokens
+from tests.owner_token import owner_token
 from tests.refusals import refused_call
 
-OWNER = "a-token-of-the-owner"
+OWNER = owner_token("owner")
 STREAM, UPLOAD = "/dora.v1.Host/Join", "/dora.v1.Trainer/UploadWeights"
 FIRST = b"first"
 TURNS = 9  # of the event loop: the service in this process closes its own generators

@@ -10,6 +10,7 @@ from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.rotation import with_token
 from dora.rpc.errors import Unauthenticated
 from dora.rpc.roles import Role, ServiceTokens, TokenGeneration
+from tests.owner_token import owner_token
 from tests.proofs import caller_of
 from tests.refusals import refused
 from tests.service import configured, running
@@ -27,9 +28,9 @@ def written(file: Path, token: str, mode: int = 0o600) -> Path:
 
 def test_earlier_tokens_are_valid_for_the_overlap() -> None:
     now_s = 0.0
-    tokens = ServiceTokens("first", lambda: now_s)
+    tokens = ServiceTokens(owner_token("first"), lambda: now_s)
     first, started = tokens.of, tokens.started("w0")
-    tokens.replace(TokenGeneration.following("second"), OVERLAP_S)
+    tokens.replace(TokenGeneration.following(owner_token("second")), OVERLAP_S)
     for of in (first, tokens.of):
         for role, token in of.items():
             found = caller_of(tokens, token)
@@ -39,8 +40,8 @@ def test_earlier_tokens_are_valid_for_the_overlap() -> None:
     assert all(caller_of(tokens, token) for token in tokens.of.values())
     assert caller_of(tokens, started, "w0")  # it follows from no owner's
     for number in range(9):
-        tokens.replace(TokenGeneration.following(f"token {number}"), OVERLAP_S)
-    assert [bool(caller_of(tokens, f"token {number}")) for number in range(9)] == [False] * 4 + [True] * 5
+        tokens.replace(TokenGeneration.following(owner_token(f"token {number}")), OVERLAP_S)
+    assert [bool(caller_of(tokens, owner_token(f"token {number}"))) for number in range(9)] == [False] * 4 + [True] * 5
 
 
 def test_a_file_gives_the_token_of_a_start(tmp_path: Path, tiny_dense: Path) -> None:
@@ -53,19 +54,19 @@ def test_a_file_gives_the_token_of_a_start(tmp_path: Path, tiny_dense: Path) -> 
 
 
 async def test_a_service_and_its_clients_follow_their_files(tmp_path: Path, tiny_dense: Path) -> None:
-    file = written(tmp_path / "token", "first-of-the-owner")
+    file = written(tmp_path / "token", owner_token("first"))
     fields = {"workers__count": 0, "service__token_file": str(file), "service__token_overlap_s": 1.0}
     config = configured(tiny_dense, workers__engine="fake", service__state=str(tmp_path / "state"), **fields)
     async with (
         running(config) as handle,
         Operator(handle.address, file) as follows,
-        Operator(handle.address, "first-of-the-owner") as stays,
+        Operator(handle.address, owner_token("first")) as stays,
     ):
         await follows.status()
         await stays.status()
         written(file, "unusable", 0o644)
-        written(file, "second-of-the-owner")
-        operator = ServiceTokens("second-of-the-owner").of[Role.OPERATOR]
+        written(file, owner_token("second"))
+        operator = ServiceTokens(owner_token("second")).of[Role.OPERATOR]
         while True:  # until the service has read it
             try:
                 async with Operator(handle.address, operator) as new:
@@ -78,4 +79,4 @@ async def test_a_service_and_its_clients_follow_their_files(tmp_path: Path, tiny
             while True:
                 await stays.status()
         await follows.status()
-    assert "second-of-the-owner" in (tmp_path / "state" / "service.json").read_text()
+    assert owner_token("second") in (tmp_path / "state" / "service.json").read_text()

@@ -1,10 +1,13 @@
 """The HTTP fronts that serve now, and those that were lost, for Prometheus."""
 
+import asyncio
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import psutil
 
 from dora.errors import InvalidValue
 from dora.rpc.channel import is_loopback, is_wildcard
@@ -12,6 +15,7 @@ from dora.rpc.errors import LimitExceeded
 from dora.system.awake import awake_s
 
 FRONTS_MAX: Final = 256
+NAMED_S: Final = 5.0  # for the addresses of a name
 LOST_S: Final = 3600.0  # for so long a lost front stays listed, unless it is back
 _ADDRESS: Final = re.compile(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4})")
 
@@ -53,8 +57,21 @@ class Fronts:
 
     def __init__(self, clock: Callable[[], float] = awake_s) -> None:
         self._clock = clock
+        self._naming = asyncio.Lock()
         self._open: dict[object, Front] = {}
         self._lost: dict[Front, float] = {}  # since when
+
+    async def check(self, front: Front, caller: str) -> None:
+        """Raises InvalidValue unless the front listens on the machine from which it calls."""
+        found: Sequence[tuple[Any, ...]] = ()
+        with suppress(TimeoutError, OSError):
+            async with self._naming, asyncio.timeout(NAMED_S):
+                found = await asyncio.get_running_loop().getaddrinfo(front.host.strip("[]") or caller, None)
+        addresses = {str(address[0]) for *_, address in found}
+        here = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
+        if front.host and caller not in addresses and not (caller in here and addresses & here):
+            allowed = f"an address of the machine from which the front calls, {caller}, or a name of it"
+            raise InvalidValue("address", f"{front.host}:{front.port}", allowed)
 
     @contextmanager
     def serving(self, front: Front) -> Iterator[None]:
@@ -82,10 +99,3 @@ class Fronts:
         oldest_s = self._clock() - LOST_S
         lost = [front for front, since_s in self._lost.items() if since_s > oldest_s]
         return iter(dict.fromkeys((*self._open.values(), *lost)))
-
-
-def host_of_peer(peer: str) -> str:
-    """Returns the address in gRPC's name of a peer; empty: it has none."""
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
-    return host if kind in ("ipv4", "ipv6") else ""

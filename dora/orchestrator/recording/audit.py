@@ -1,9 +1,11 @@
-"""The audit log: the acts of operators and trainers, one JSON line each, in the state folder.
+"""The audit log: the acts of operators and trainers, and refused calls, one JSON line each, in the state folder.
 
-    FOLDER/audit.jsonl      the newest lines; FOLDER/audit-1.jsonl to audit-3.jsonl the earlier ones
+    FOLDER/audit.jsonl      acts; FOLDER/audit-1.jsonl to audit-3.jsonl the earlier ones
+    FOLDER/refused.jsonl    calls that were refused, and challenges without a proof; the earlier ones likewise
 
 A call is answered once its line is written. If it cannot be written, the call is answered all the same, and one line of
-the service's log says so.
+the service's log says so. Refusals, and acts of the roles that may do little, write ``LINES_MAX`` lines in ``WINDOW_S``
+for each caller, method and status. Further ones are counted, and one line has their number at the end of that time.
 """
 
 import asyncio
@@ -11,26 +13,37 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import grpc
 from google.protobuf.message import Message
 
 from dora.errors import DoraError
 from dora.rpc.access import name_of
+from dora.rpc.challenge import FRESH_S
 from dora.rpc.errors import ServerInterceptor, status_of, wrapped_handler
-from dora.rpc.roles import CALLER, Caller
+from dora.rpc.interceptor import Watcher
+from dora.rpc.proof import CHALLENGE
+from dora.rpc.roles import CALLER, Caller, Role
+from dora.rpc.room import host_of_peer
 
 log = logging.getLogger("dora.service")
 
 AUDIT_FILE: Final = "audit.jsonl"
+REFUSED_FILE: Final = "refused.jsonl"
 FILE_BYTES: Final = 8 << 20
 EARLIER: Final = 3  # files kept beside the newest
 TEXT_MAX: Final = 200  # characters of one argument
 ITEMS_MAX: Final = 8  # of a list
+WINDOW_S: Final = 60.0
+LINES_MAX: Final = 16
+COUNTED_MAX: Final = 1024  # callers with a method and status, and peers without a proof; all others are counted as one
+_TRUSTED: Final = (Role.OWNER, Role.OPERATOR, Role.TRAINER)  # each of their acts has a line
+_DONE: Final = ("OK", "cancelled")  # results of acts that were not refused
 ACTS: Final = frozenset(
     {
         "Trainer/Attach",
@@ -49,51 +62,112 @@ ACTS: Final = frozenset(
 )  # methods that change a run
 
 
-class Audit:
-    """Writes lines, and starts another file when one is full."""
+class _Kind(NamedTuple):
+    """The calls that are counted together. ``role``: empty: the caller proved none."""
+
+    role: str
+    name: str
+    host: str
+    act: str
+    status: str
+
+    def line(self, address: str, **more: Any) -> dict[str, Any]:
+        head = {"time": round(time.time(), 3), "role": self.role, "name": self.name, "address": address}
+        return {**head, "act": self.act, **more}
+
+
+class Audit(Watcher):
+    """Writes the lines of one service. Belongs to its event loop."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-        self._file = folder / AUDIT_FILE
+        self._folder = folder
         self._file_bytes = file_bytes
         self._writing = asyncio.Lock()
         self._has_failed = False
+        self._counts = Counter[_Kind]()
+        self._challenged: dict[str, float] = {}  # peers that have not proved a token since
 
-    async def note(self, caller: Caller, address: str, act: str, arguments: Mapping[str, Any], result: str) -> None:
-        """``result``: OK, or the status and message of a refusal."""
-        line = {
-            "time": round(time.time(), 3),
-            "role": str(caller.role),
-            "name": caller.name,
-            "address": address,
-            "act": act,
-            "arguments": arguments,
-            "result": result,
-        }
-        content = json.dumps(line).encode() + b"\n"
+    async def watch(self) -> None:
+        """Ends one time of counting after the other, until it is cancelled."""
+        while True:
+            await asyncio.sleep(WINDOW_S)
+            await self.settle()
+
+    async def note(
+        self, caller: Caller | None, address: str, act: str, arguments: Mapping[str, Any], result: str
+    ) -> None:
+        """``caller``: None: it proved no token. ``result``: OK, or the status and message of a refusal."""
+        role, name = ("", "") if caller is None else (str(caller.role), caller.name)
+        kind = _Kind(role, name, host_of_peer(address), act, result.partition(":")[0])
+        if kind.status not in _DONE or role not in _TRUSTED:
+            counted = kind
+            if kind not in self._counts and len(self._counts) >= COUNTED_MAX:
+                counted = _Kind("", "", "", "others", kind.status)
+            self._counts[counted] += 1
+            if self._counts[counted] > LINES_MAX:
+                return
+        await self._write([(kind, kind.line(address, arguments=arguments, result=result))])
+
+    async def refused(self, caller: Caller | None, address: str, method: str, error: DoraError) -> None:
+        """Notes a call that ended before its message was read."""
+        result = f"{status_of(error).name}: {str(error)[:TEXT_MAX]}"
+        await asyncio.shield(self.note(caller, address, name_of(method) or "unknown", {}, result))
+
+    def challenged(self, address: str) -> None:
+        if len(self._challenged) < COUNTED_MAX:
+            self._challenged.setdefault(address, time.monotonic())
+
+    def proven(self, address: str) -> None:
+        self._challenged.pop(address, None)
+
+    async def settle(self, proof_s: float = FRESH_S) -> None:
+        """Writes the numbers of calls that were counted, and of challenges that no proof followed for so long."""
+        counts, self._counts = self._counts, Counter()
+        until_s = time.monotonic() - proof_s
+        silent = [address for address, since_s in self._challenged.items() if since_s <= until_s]
+        for address in silent:
+            del self._challenged[address]
+        lines = [
+            (kind, kind.line(kind.host, result=kind.status, repeated=count - LINES_MAX))
+            for kind, count in counts.items()
+            if count > LINES_MAX
+        ]
+        for host, count in Counter(map(host_of_peer, silent)).items():
+            kind = _Kind("", "", host, CHALLENGE.rpartition(".")[2], "UNAUTHENTICATED")
+            lines.append((kind, kind.line(host, result=f"{kind.status}: no proof of a token followed", repeated=count)))
+        await self._write(lines)
+
+    async def _write(self, lines: Sequence[tuple[_Kind, Mapping[str, Any]]]) -> None:
+        content: dict[str, bytes] = {}
+        for kind, line in lines:
+            file = AUDIT_FILE if kind.status in _DONE else REFUSED_FILE
+            content[file] = content.get(file, b"") + json.dumps(line).encode() + b"\n"
         async with self._writing:
             try:
-                await asyncio.to_thread(self._append, content)
+                for file, added in content.items():
+                    await asyncio.to_thread(self._append, self._folder / file, added)
                 self._has_failed = False
             except OSError as error:
                 if not self._has_failed:
-                    log.error("the audit log cannot be written: %s (%s)", error.strerror, self._file)
+                    log.error("the audit log cannot be written: %s (%s)", error.strerror, self._folder)
                 self._has_failed = True
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, file: Path, content: bytes) -> None:
         with suppress(FileNotFoundError):
-            if self._file.stat().st_size + len(content) > self._file_bytes:
+            if file.stat().st_size + len(content) > self._file_bytes:
                 for number in range(EARLIER, 0, -1):
                     with suppress(FileNotFoundError):
-                        os.replace(self._numbered(number - 1), self._numbered(number))
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                        os.replace(_numbered(file, number - 1), _numbered(file, number))
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, content)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def _numbered(self, number: int) -> Path:
-        return self._file.with_name(f"audit-{number}.jsonl") if number else self._file
+
+def _numbered(file: Path, number: int) -> Path:
+    return file.with_name(f"{file.stem}-{number}.jsonl") if number else file
 
 
 class AuditInterceptor(ServerInterceptor):

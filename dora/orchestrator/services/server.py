@@ -51,7 +51,7 @@ async def serving(
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
     noting = () if audit is None else (AuditInterceptor(audit),)
-    access = server_interceptors(tokens, limit_bytes, room, config.tls.domain)
+    access = server_interceptors(tokens, limit_bytes, room, config.tls.domain, audit)
     interceptors = (*access, *noting, WakingInterceptor(incarnation))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(limit_bytes))
     stubs.add_TrainerServicer_to_server(services.trainer, server)
@@ -63,11 +63,15 @@ async def serving(
     address = _bound(server, config)
     await server.start()
     room.open(int(address.rpartition(":")[2]))
+    watching = None if audit is None else asyncio.create_task(audit.watch())
     try:
         yield address
     finally:
         await asyncio.to_thread(room.close)
         await server.stop(grace=STREAM_END_S)
+        if watching is not None and audit is not None:
+            watching.cancel()
+            await audit.settle(proof_s=0.0)
 
 
 async def check_address(config: Config) -> None:

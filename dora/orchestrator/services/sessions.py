@@ -14,7 +14,7 @@ from dora.data.types import Reward
 from dora.data.verdict import check_reward, remarks
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.orchestrator.core import ServiceCore
-from dora.orchestrator.hosts.fronts import Front, Fronts, host_of_peer
+from dora.orchestrator.hosts.fronts import Front, Fronts
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.journal import Journal
@@ -31,6 +31,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
 from dora.rpc.errors import ServicerContext
 from dora.rpc.interceptor import SMALL_BYTES
+from dora.rpc.room import host_of_peer
 
 REASON_MAX: Final = 200  # characters
 
@@ -170,7 +171,9 @@ class SessionService(stubs.SessionsServicer):
         return pb.FailSessionReply(replacement_id="" if in_place is response else in_place.request_id)
 
     async def ServeFront(self, request: pb.FrontHello, context: ServicerContext) -> AsyncIterator[pb.FrontNoted]:
-        front = Front.of(request.address, host_of_peer(context.peer()), secure=request.secure)
+        caller = host_of_peer(context.peer())
+        front = Front.of(request.address, caller, secure=request.secure)
+        await self._fronts.check(front, caller)
         if request.leaving:
             self._fronts.leave(front)
             yield pb.FrontNoted()

@@ -10,9 +10,10 @@ from dora.errors import Conflict, InvalidValue, NotFound
 from dora.ops.cli.app import app
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import HostServicer, OperatorServicer, PromptsServicer, SessionsServicer
+from tests.owner_token import owner_token
 from tests.private_token import with_token
 
-TOKEN = "correct-horse"
+TOKEN = owner_token("correct-horse")
 
 STATUS = pb.Status(
     model="tiny",

@@ -14,7 +14,7 @@ from dora.rpc.roles import ServiceTokens
 @pytest.mark.parametrize("state", ["", "out/state"])
 def test_the_banner_says_what_ctrl_c_does(state: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(None, [("service.state", state)] if state else [])
-    handle = ServiceHandle("127.0.0.1:7070", ServiceTokens("secret").of, Path("run"), Path("model"), 0.0)
+    handle = ServiceHandle("127.0.0.1:7070", ServiceTokens().of, Path("run"), Path("model"), 0.0)
     _print_attach(handle, config, as_json=False)
     said = capsys.readouterr().out
     assert ("Ctrl-C drains and stops." in said) is not bool(state)
@@ -23,7 +23,7 @@ def test_the_banner_says_what_ctrl_c_does(state: str, capsys: pytest.CaptureFixt
 
 def test_the_banner_says_what_the_versions_take(capsys: pytest.CaptureFixture[str]) -> None:
     memory = VersionMemory(4, 65 * 10**9, 260 * 10**9, 512 * 10**9, Path("run"))
-    handle = ServiceHandle("127.0.0.1:7070", ServiceTokens("secret").of, Path("run"), Path("model"), 0.0, memory)
+    handle = ServiceHandle("127.0.0.1:7070", ServiceTokens().of, Path("run"), Path("model"), 0.0, memory)
     _print_attach(handle, load_config(), as_json=False)
     said = capsys.readouterr().out
     assert all(part in said for part in ("4 versions", "65 GB", "260 GB", "512 GB"))

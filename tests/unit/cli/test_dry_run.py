@@ -19,6 +19,7 @@ from dora.orchestrator.main import serve
 from dora.orchestrator.preflight import run_preflight
 from dora.orchestrator.recovery.binding import NotOfOneTime
 from dora.system.ownership import hold
+from tests.owner_token import owner_token
 from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import configured
@@ -167,7 +168,7 @@ def test_a_good_configuration_is_printed_and_what_was_checked_is_said(here: Path
         "--record",
         "new/record",
         "--token-file",
-        with_token("hush"),
+        with_token(owner_token("hush")),
     )
     settings = ("workers.engine=fake", "service.run_folder=new/run", "service.state=new/state")
     shown = dora(

@@ -14,6 +14,7 @@ from dora.tls import Tls
 from dora.tls.authority import AUTHORITY, Authority
 from dora.tls.certificate import holder_of
 from dora.tls.files import VARIABLES
+from tests.owner_token import owner_token
 from tests.tls_files import another, cluster
 from tests.unit.effects.of_operators import ARGUMENTS
 
@@ -77,7 +78,7 @@ def test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line(
     ):
         if command == "token":
             given += ("--call", "dora.v1.Operator/GetStatus")
-        monkeypatch.setenv("DORA_TOKEN", "mine")  # a command takes it out of its own environment
+        monkeypatch.setenv("DORA_TOKEN", owner_token("mine"))  # a command takes it out of its own environment
         code, shown = said(*base, *given)
         assert code == 2 and words in shown and "Traceback" not in shown, (given, shown)
         assert len(shown.strip().splitlines()) == 1, shown

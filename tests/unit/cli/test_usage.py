@@ -20,6 +20,7 @@ from dora.ops.cli.exits import ASKING, MEANINGS, ExitCode, checked_output, exit_
 from dora.ops.view.settings import toml_of
 from dora.rpc.errors import CallFailed, LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 from tests.contract.trainer_service import make_trajectory
+from tests.owner_token import owner_token
 from tests.private_token import with_token
 from tests.refusals import data_words, refused
 from tests.unit.cli.service import dora
@@ -247,9 +248,11 @@ def test_a_dry_run_does_not_print_the_secret(
     form: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shown = dora("serve", "--model", "tiny", "--token-file", with_token("hush-hush"), *ANYWHERE, "--dry-run", *form)
+    shown = dora(
+        "serve", "--model", "tiny", "--token-file", with_token(owner_token("hush")), *ANYWHERE, "--dry-run", *form
+    )
     assert shown.exit_code == ExitCode.OK, shown.stderr
-    assert "hush-hush" not in shown.output
+    assert owner_token("hush") not in shown.output
     assert load_config(None, ["service.token=hush-hush"]).service.token == "hush-hush"
 
 

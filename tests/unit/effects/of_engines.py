@@ -60,9 +60,7 @@ async def launched(config: Config, place: Place) -> Noted:
     place.monkeypatch.setattr(launchers, "entry_points", lambda group: [point])
     config = config.model_copy(update={"workers": config.workers.model_copy(update={"launcher": "noted"})})
     async with contextlib.AsyncExitStack() as stack:
-        start = ServiceStart(
-            config, ServiceTokens("t" * 32), None, place.folder, Storage(), None, stack, lambda line: None, 0
-        )
+        start = ServiceStart(config, ServiceTokens(), None, place.folder, Storage(), None, stack, lambda line: None, 0)
         start.address, start.model = "127.0.0.1:1", Path("model")
         launcher = await start.launch()
         assert isinstance(launcher, Noted)

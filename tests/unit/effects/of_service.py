@@ -28,6 +28,7 @@ from dora.prompts import PromptSource
 from dora.rewards import RewardRunner
 from dora.rpc.roles import Role, ServiceTokens
 from dora.system.log_lines import formatter_of
+from tests.owner_token import owner_token
 from tests.unit.effects.of_limits import passed_s
 from tests.unit.effects.rows import Place, Row, Seen, Shown
 
@@ -223,7 +224,7 @@ ROWS: Final[dict[str, Row]] = {
     "service.traces_fraction": Shown(
         "tests/unit/test_traces.py::test_no_span_is_kept_of_a_session_that_is_not_sampled"
     ),
-    "service.token": Seen("correct-horse", owner, "correct-horse"),
+    "service.token": Seen(owner_token("seen"), owner, owner_token("seen")),
     "service.token_file": Shown(ROTATED),
     "service.token_overlap_s": Shown(ROTATED),
     "service.run_folder": Seen("mine", run_folder, "mine"),

@@ -8,6 +8,7 @@ import dora
 from dora.ops.cli import demo, tls
 from dora.ops.cli.control.service import COMMANDS as SERVICE_COMMANDS
 from dora.ops.cli.guarded import OPTIONS as TLS_OPTIONS
+from tests.unit.cli.service import TOKEN as SERVICE_TOKEN
 from tests.unit.effects import of_environments
 from tests.unit.effects.commands import Bench, Done, OptionRow, Ran, Sets, Shown
 from tests.unit.effects.of_operators import is_json
@@ -52,7 +53,7 @@ SERVE: Final[dict[tuple[str, str], OptionRow]] = {
     ("serve", "metrics"): Sets("service.metrics", ["--metrics", "127.0.0.1:0"], "127.0.0.1:0"),
     ("serve", "log_format"): Sets("service.log_format", ["--log-format", "json"], "json"),
     ("serve", "traces"): Sets("service.traces", ["--traces", "http://127.0.0.1:4318"], "http://127.0.0.1:4318"),
-    ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], "correct-horse"),
+    ("serve", "token"): Sets("service.token", ["--token-file", "{token}"], SERVICE_TOKEN),
     ("serve", "tls"): Sets("tls.folder", ["--tls", "certificates"], "certificates"),
     ("serve", "tls_cert"): Sets("tls.cert", ["--tls-cert", "c.pem"], "c.pem"),
     ("serve", "tls_key"): Sets("tls.key", ["--tls-key", "k.pem"], "k.pem"),
