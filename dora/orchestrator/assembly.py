@@ -32,7 +32,7 @@ def services_of(
     sessions, hosts, store, telemetry, feed = of.sessions, of.hosts, of.store, of.telemetry, of.feed
     environments, evaluations, trainers = of.environments, of.evaluations, of.trainers
     publishing = Publishing(config, core, store, of.versions, of.storage, of.recorder, hosts)
-    opening = Opening(config, core, feed, buffer, environments, model)
+    opening = Opening(config, core, feed, buffer, environments, trainers, model)
     limits = TurnLimits.of(config, store.reference.vocab_size, buffer.sampling)
     checkpoints = Checkpoints(config, core, feed, journal, store, life)
     to_trainer = (config, core, trainers, buffer, journal, telemetry, hosts, store, publishing, of.draining)

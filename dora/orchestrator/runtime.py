@@ -97,7 +97,7 @@ class Runtime:
         self.evaluating = Evaluating(config, core, feed.check, self.buffer, self.evaluations)
         self.draining = Draining(config, core, feed, self.trainers)
         shown = (self.hosts, self.sessions, self.telemetry, self.storage, self.trainers, self.evaluating, self.draining)
-        self.status = ServiceStatus(config, core, feed, *shown)
+        self.status = ServiceStatus(config, core, self.buffer, feed, *shown)
         self.examinations = Examinations(self.hosts, self.sessions, core.state, tls_of(config))
         self.fronts = Fronts()
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))
@@ -139,6 +139,7 @@ class Runtime:
         restored = resume.restored(self.buffer, found, groups, self.config.window, time.time(), own.number)
         self.buffer.window_versions = restored.window_versions
         self.hosts.kept_versions = newest - restored.retired + 1
+        self.telemetry.evaluated.extend(self.recorder.evaluations())
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
         log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
         own.reattachment = Reattachment(expected)

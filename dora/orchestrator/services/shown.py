@@ -124,7 +124,7 @@ def _status(state: State, response: ResponseState, now: float) -> pb.TrajectoryS
         deadline_step=int(state.groups["deadline"][state.requests["group"][row]]),
         worker=owner.worker_id if owner else "",
         tokens=len(response),
-        max_tokens=response.sampling.max_tokens,
+        max_tokens=0 if response.is_session else response.sampling.max_tokens,
         age_s=now - response.started_at,
         moves=int(state.requests["moves"][row]),
         handoff=handoff.phase.name if handoff else "",

@@ -16,13 +16,16 @@ from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.feed import PromptFeed
+from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import DRAINED, KvTier, MemberSessions
 from dora.orchestrator.rollout.telemetry import RecentMove, StepRecord, Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.rollout.window_wait import window_wait
 from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
 from dora.rpc import dora_pb2 as pb
 from dora.system.awake import awake_s
+from dora.system.log_lines import LastWarnings
 
 MOVES_TOLD: Final = 1024  # in one status, the latest
 _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
@@ -53,6 +56,7 @@ class ServiceStatus:
 
     _config: Config
     _core: Core
+    _buffer: ResponseBuffer
     _feed: PromptFeed
     _hosts: Hosts
     _sessions: MemberSessions
@@ -64,6 +68,7 @@ class ServiceStatus:
 
     def __post_init__(self) -> None:
         self.tier: KvTier | None = None
+        self.warnings = LastWarnings("dora")  # of this process; empty until it is entered
         self.started_s = awake_s()
 
     def news(self) -> News:
@@ -74,6 +79,7 @@ class ServiceStatus:
         """``news`` None: with all steps that are kept, and without moves."""
         state, position = self._core.state, self._feed.position
         window, hosts = state.window, self._hosts.statuses()
+        step_s, agents_wait_s = self._telemetry.latest_s()
         return pb.Status(
             model=model,
             uptime_s=awake_s() - self.started_s,
@@ -109,8 +115,22 @@ class ServiceStatus:
             pools=self._pools(hosts),
             hosts=hosts,
             evaluations=self._evaluating.statuses(),
-            dp_groups_to_add=self._telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
+            dp_groups_to_add=self.workers_to_add(),
+            window_wait=self._window_wait(),
+            prompts_total=self._feed.total,
+            warnings=[pb.LogLine(at=at, level=level, text=text) for at, level, text in self.warnings.lines()],
+            step_s=step_s,
+            agents_wait_s=agents_wait_s,
         )
+
+    def _window_wait(self) -> pb.WindowWait | None:
+        return window_wait(self._core.state, self._buffer, self._trainers.shown())
+
+    def workers_to_add(self) -> int | None:
+        """The advice of the latest steps, but none while a step waits for agents."""
+        if (wait := self._window_wait()) is not None and wait.waits_for == "agents":
+            return 0
+        return self._telemetry.groups_to_add(sum(not w.draining for w in self._core.state.workers.values()))
 
     def _adaptive_window(self) -> pb.AdaptiveWindow | None:
         adaptive, window = self._core.state.adaptive, self._config.window
