@@ -25,6 +25,7 @@ from dora.ops.view.service import (
     state_style,
     storage,
     tokens_per_s,
+    window_wait,
     without_drained,
 )  # fmt: skip
 from dora.ops.view.tables import PLAIN, Column, Note, Sheet
@@ -131,6 +132,8 @@ def _faults(status: Status) -> list[Text]:
     failed = status.prompts_failed
     lines += [Text(f"prompts: failed: {failed}", "bold red")] if failed else []
     last = status.steps[-1:]
+    if status.HasField("window_wait"):
+        lines.append(Text(window_wait(status), "yellow" if status.window_wait.waits_for == "agents" else ""))
     return lines + [Text(f"step {step.step}: {line}", "bold red") for step in last for line in alarms(step.metrics)]
 
 
@@ -161,7 +164,7 @@ def _metrics(status: Status) -> list[RenderableType]:
         return []
     more = [f"and {len(sent) - METRICS_SHOWN} more"] if len(sent) > METRICS_SHOWN else []
     shown = [f"{name} {value}" for name, value in sent[:METRICS_SHOWN]]
-    return [Note(Text.assemble((f"step {status.steps[-1].step} ", "bold"), "   ".join([*shown, *more])))]
+    return [Note(Text.assemble((f"trainer, step {status.steps[-1].step} ", "bold"), "   ".join([*shown, *more])))]
 
 
 def _counters(status: Status) -> RenderableType:
