@@ -1,13 +1,14 @@
 """Trajectories that are not committed, for operators: a list, and one with its tokens. Changes nothing."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from dora.core.state import GroupStatus, RequestStatus, State
+from dora.data.trajectory import Float32Array, Int32Array, Uint8Array
 from dora.errors import InvalidValue, NotFound
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
@@ -35,10 +36,14 @@ def trajectories(state: State, buffer: ResponseBuffer, request: pb.TrajectoriesR
     return pb.TrajectoriesReply(trajectories=[_status(state, response, now) for response in found], total=total)
 
 
-def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
-    """Raises NotFound for one that is unknown or committed, and InvalidValue for too many tokens."""
+def check_shown(request: pb.ShowTrajectoryRequest) -> None:
+    """Raises InvalidValue for too many tokens."""
     if request.tokens > TOKENS_MAX:
         raise InvalidValue("tokens", request.tokens, f"at most {TOKENS_MAX}")
+
+
+def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
+    """Raises NotFound for one that is unknown or committed."""
     response = buffer.get(request.trajectory_id)
     if response is None or request.trajectory_id not in state.request_row:
         raise NotFound("trajectory_id", request.trajectory_id, "a trajectory that is admitted and not committed")
@@ -67,18 +72,28 @@ def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryR
 
 
 def _tokens(response: ResponseState, first: int, count: int) -> dict[str, Any]:
-    prompt, tokens = response.prompt_ids(), response.tokens
-    chosen = slice(first, first + count)
-    is_sampled = np.ones(len(tokens), np.uint8)
+    is_sampled = np.ones(len(response.tokens), np.uint8)
     for begin, end in response.input_bounds():
         is_sampled[begin:end] = 0
-    before = len(prompt)
+    return tokens_of(response.prompt_ids(), response.tokens, response.logprobs, is_sampled, first, count)
+
+
+def tokens_of(
+    prompt: Sequence[int] | Int32Array,
+    tokens: Int32Array,
+    logprobs: Float32Array,
+    is_sampled: Uint8Array,
+    first: int,
+    count: int,
+) -> dict[str, Any]:
+    """The fields of a ShownTrajectory that have its tokens, ``count`` of them from ``first`` on."""
+    before, chosen = len(prompt), slice(first, first + count)
     return {
         "prompt_tokens": before,
         "total_tokens": before + len(tokens),
         "first_token": first,
         "token_ids": np.concatenate([np.array(prompt, np.int32), tokens])[chosen].astype("<i4").tobytes(),
-        "logprobs": np.concatenate([np.zeros(before, np.float32), response.logprobs])[chosen].astype("<f4").tobytes(),
+        "logprobs": np.concatenate([np.zeros(before, np.float32), logprobs])[chosen].astype("<f4").tobytes(),
         "is_sampled": np.concatenate([np.zeros(before, np.uint8), is_sampled])[chosen].tobytes(),
     }
 
