@@ -29,8 +29,8 @@ def window_wait(state: State, buffer: ResponseBuffer, trainer: str) -> pb.Window
     is_open = groups["status"] == OPEN
     idle = np.flatnonzero((requests["status"] == IDLE) & is_open[requests["group"]])
     with_agents = np.unique(requests["group"][idle])
-    others = int(np.count_nonzero(is_open | (groups["status"] == GROUP_FINISHED))) - len(with_agents)
-    if not len(idle) or (others >= window.left and (groups["deadline"][with_agents] > window.step).all()):
+    without = int(np.count_nonzero(is_open | (groups["status"] == GROUP_FINISHED))) - len(with_agents)
+    if not len(idle) or (without >= window.left and (groups["deadline"][with_agents] > window.step).all()):
         runs, waits = (int(np.count_nonzero(requests["status"] == each)) for each in (RUNNING, WAITING))
         reason = f"workers: {runs:,} requests run and {waits:,} wait for a worker"
         return pb.WindowWait(waits_for="workers", reason=reason, sessions_idle=len(idle))
@@ -41,10 +41,11 @@ def window_wait(state: State, buffer: ResponseBuffer, trainer: str) -> pb.Window
     name = environment.removeprefix(OPENED)
     whose = f"opened as {name}" if environment.startswith(OPENED) else f"of the environment {name}"
     session = f"session {response.request_id} of group {response.group_id}, {whose}"
-    more = f"; {len(idle) - 1:,} more sessions wait for their agents" if len(idle) > 1 else ""
+    others = len(idle) - 1
+    more = f"; {others:,} more session{'s wait for their agents' if others > 1 else ' waits for its agent'}"
     return pb.WindowWait(
         waits_for="agents",
-        reason=f"{session}: its agent has had the turn since {clock_time(since)}{more}",
+        reason=f"{session}: its agent has had the turn since {clock_time(since)}{more if others else ''}",
         group_id=response.group_id,
         session_id=response.request_id,
         environment=environment,
