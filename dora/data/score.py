@@ -56,9 +56,9 @@ class Evaluated:
     @classmethod
     def from_json_dict(cls, tree: Mapping[str, Any]) -> Self:
         """The inverse of ``to_json_dict``. Raises KeyError if a field is missing."""
-        score = Score(**{each.name: math.nan if tree[each.name] is None else tree[each.name] for each in fields(Score)})
-        own = {each.name: tree[each.name] for each in fields(cls) if each.name != "score"}
-        return cls(**own, score=score)
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in tree.items()}
+        score = Score(**{each.name: known[each.name] for each in fields(Score)})
+        return cls(**{each.name: known[each.name] for each in fields(cls) if each.name != "score"}, score=score)
 
 
 def responses_of(group: TrajectoryGroup) -> list[Response]:

@@ -97,7 +97,7 @@ class Runtime:
         self.evaluating = Evaluating(config, core, feed.check, self.buffer, self.evaluations)
         self.draining = Draining(config, core, feed, self.trainers)
         shown = (self.hosts, self.sessions, self.telemetry, self.storage, self.trainers, self.evaluating, self.draining)
-        self.status = ServiceStatus(config, core, self.buffer, feed, *shown)
+        self.status = ServiceStatus(config, core, feed, *shown)
         self.examinations = Examinations(self.hosts, self.sessions, core.state, tls_of(config))
         self.fronts = Fronts()
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -238,7 +239,8 @@ class ServiceStart:
             routing=routing,
         )
         stack.push_async_callback(runtime.close)
-        stack.enter_context(runtime.status.warnings)
+        logging.getLogger("dora").addHandler(runtime.status.warnings)
+        stack.callback(logging.getLogger("dora").removeHandler, runtime.status.warnings)
         if is_new and on_gpus:
             runtime.core.spawn(compare_later(config, model, partial(store.canary, 0), self.progress))
         parts = (runtime.core, runtime.store, runtime.recorder, runtime.telemetry, runtime.evaluating)

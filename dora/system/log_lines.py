@@ -9,12 +9,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Self
+from typing import Any, Final
 
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 JSON: Final = "json"
 _ABOUT: Final = "dora_about"
-WARNING_MAX: Final = 300  # characters of a kept one
+WARNING_MAX: Final = 300  # characters of one that is kept
+WARNINGS_MAX: Final = 8
 
 Position = Callable[[], Mapping[str, int]]
 
@@ -46,33 +47,19 @@ class JsonLines(logging.Formatter):
 
 
 class LastWarnings(logging.Handler):
-    """Keeps the last warnings and errors of a logger. One that comes again at once counts with its last time."""
+    """Keeps time, level and text of a logger's last warnings and errors, the newest last. One that comes again at once
+    is kept with its last time.
+    """
 
-    def __init__(self, logger: str, most: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._logger = logging.getLogger(logger)
-        self._lines: deque[tuple[float, str, str]] = deque(maxlen=most)
+        self.lines: deque[tuple[float, str, str]] = deque(maxlen=WARNINGS_MAX)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())[:WARNING_MAX]
-        if self._lines and self._lines[-1][2] == text:
-            self._lines.pop()
-        self._lines.append((record.created, record.levelname.lower(), text))
-
-    def lines(self) -> list[tuple[float, str, str]]:
-        """Returns time, level and text of each, the newest last."""
-        self.acquire()
-        try:
-            return list(self._lines)
-        finally:
-            self.release()
-
-    def __enter__(self) -> Self:
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._logger.removeHandler(self)
+        if self.lines and self.lines[-1][2] == text:
+            self.lines.pop()
+        self.lines.append((record.created, record.levelname.lower(), text))
 
 
 def formatter_of(log_format: str) -> logging.Formatter:

@@ -111,10 +111,6 @@ async def test_trajectories_come_in_pages_and_one_with_its_tokens(tiny_dense: Pa
         await prompts.cancel(["p"])
 
 
-def parts_of(turn: pb.ShownTurn) -> tuple[object, ...]:
-    return turn.turn, turn.given_tokens, turn.sampled_tokens, turn.first_token, turn.name
-
-
 async def test_committed_trajectories_are_read_from_the_record(tiny_dense: Path, tmp_path: Path) -> None:
     """Those of the last steps, the latest first, in pages; each shows what it showed before its commit."""
     fields = {"workers__engine": "fake", "workers__count": 2, "prompts": "none", "rollout__max_tokens": 12}
@@ -140,16 +136,13 @@ async def test_committed_trajectories_are_read_from_the_record(tiny_dense: Path,
         listed = [row.trajectory_id for page in pages for row in page.trajectories]
         assert sorted(listed) == sorted(shown) and {row.prompt_id for row in pages[0].trajectories[:2]} == {"q"}
         assert [len(page.trajectories) for page in pages] == [3, 1] and [page.total for page in pages] == [4, 4]
-        worker = pages[0].trajectories[0].worker
-        of_worker = await operator.trajectories("committed", worker=worker)
-        assert of_worker.trajectories and not (await operator.trajectories("committed", worker="w77")).trajectories
         assert not (await operator.trajectories()).trajectories
         for name, before in shown.items():
             after = await operator.trajectory(name)
             for field in ("token_ids", "logprobs", "is_sampled", "prompt_tokens", "total_tokens", "task_id"):
                 assert getattr(after, field) == getattr(before, field), field
-            assert list(map(parts_of, after.turns)) == list(map(parts_of, before.turns))
-            assert (after.reward, after.verifier_log, dict(after.turn_rewards)) == (0.5, "well done", {1: 0.5})
+            assert (after.reward, after.verifier_log) == (0.5, "well done")
+            assert list(after.worker_history) == list(before.worker_history)
             assert after.status.state == "committed" and after.status.max_tokens == 0
             part = await operator.trajectory(name, 3, 2)
             assert part.token_ids == before.token_ids[12:20]

@@ -10,20 +10,17 @@ from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
     EVALUATED_SHOWN,
-    KEPT,
     WARNINGS_SHOWN,
     drain_rows,
     faults_of,
     filling,
     pace,
-    promises,
     prompts_done,
     refusals,
     tokens_per_s,
     trainer_line,
     warning,
     window_lines,
-    window_wait,
 )
 from dora.rpc.dora_pb2 import Status
 
@@ -47,6 +44,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "c1_violations": "responses with two versions",
     "groups_lost": "groups lost",
 }  # with what the page calls them
+PROMISES: Final = ("c1_violations", "groups_lost")  # counters that stay 0
 Line = tuple[str, str, str]  # name, text, tone
 
 
@@ -57,8 +55,8 @@ def head_of(status: Status) -> list[Line]:
     faults, others = list(_faults(status)), list(_lines(status))
     found = [*faults, *others]
     alerts = sum(tone == BAD or (tone == WARN and name in ("workers", "ended")) for name, _, tone in found)
-    kept = promises(status).plain
-    tone = BAD if kept != KEPT else WARN if alerts else GOOD
+    kept = "broken" if any(status.counters.get(name, 0) for name in PROMISES) else "kept"
+    tone = BAD if kept == "broken" else WARN if alerts else GOOD
     return [*faults, ("promises", f"{kept}, {alerts} alert{'s' * (alerts != 1)}", tone), *others]
 
 
@@ -67,7 +65,7 @@ def _lines(status: Status) -> Iterator[Line]:
     yield "window", "; ".join(window_lines(status)), PLAIN
     yield "filling step", filling(status), PLAIN
     if status.HasField("window_wait"):
-        yield "waits for", window_wait(status), WARN if status.window_wait.waits_for == "agents" else PLAIN
+        yield "waits for", status.window_wait.reason, WARN if status.window_wait.waits_for == "agents" else PLAIN
     stalled = bool(status.trainer_stalled)
     yield "trainer", trainer_line(status).plain, BAD if stalled else PLAIN
     yield "pace", pace(status), WARN if status.dp_groups_to_add else PLAIN
@@ -92,7 +90,7 @@ def _lines(status: Status) -> Iterator[Line]:
     for name, words in COUNTERS.items():
         if name in status.counters:
             value = status.counters[name]
-            broken = name in ("c1_violations", "groups_lost") and value > 0
+            broken = name in PROMISES and value > 0
             text = f"{number(value)} ms" if "_ms_" in name else number(value)
             yield words, text, BAD if broken else COUNT
 

@@ -25,7 +25,6 @@ from dora.ops.view.service import (
     state_style,
     storage,
     tokens_per_s,
-    window_wait,
     without_drained,
 )  # fmt: skip
 from dora.ops.view.tables import PLAIN, Column, Note, Sheet
@@ -132,8 +131,6 @@ def _faults(status: Status) -> list[Text]:
     failed = status.prompts_failed
     lines += [Text(f"prompts: failed: {failed}", "bold red")] if failed else []
     last = status.steps[-1:]
-    if status.HasField("window_wait"):
-        lines.append(Text(window_wait(status), "yellow" if status.window_wait.waits_for == "agents" else ""))
     return lines + [Text(f"step {step.step}: {line}", "bold red") for step in last for line in alarms(step.metrics)]
 
 

@@ -40,8 +40,6 @@ DRAINED: Final = "drained"  # the state of a worker that has left as was asked
 
 VERSION_STYLES: Final = {"suspect": "yellow", "rejected": "bold red", "unavailable": "red"}
 
-KEPT: Final = "kept"
-BROKEN: Final = ("c1_violations", "groups_lost")  # 0 while the promises hold
 PROMPTS_DONE: Final = ("groups_trained", "groups_cancelled", "prompts_cancelled", "prompts_refused")
 PROMISES: Final = ("c1_violations", "groups_lost", "staleness_max", "versions_live_max")  # shown even if they are 0
 FAULTS: Final = "faults and other events"
@@ -177,9 +175,9 @@ def status_table(status: Status, everything: bool = False) -> Facts:
         table.add_row("window", window)
     table.add_row("filling step", filling(status))
     if status.HasField("window_wait"):
-        table.add_row("waits for", window_wait(status))
-    for line in refusals(status):
-        table.add_row("weights", line)
+        table.add_row("waits for", status.window_wait.reason)
+    for refused in refusals(status):
+        table.add_row("weights", refused)
     there, left = without_drained(status.workers)
     table.add_row("workers", _workers_line(there) + (f"; left: {_listed(left)}" if left else ""))
     table.add_row("pools", pools_line(status))
@@ -197,7 +195,6 @@ def status_table(status: Status, everything: bool = False) -> Facts:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
     table.add_row("prompts done", prompts_done(status))
-    table.add_row("promises", promises(status))
     for line in status.warnings[-WARNINGS_SHOWN:]:
         table.add_row(line.level, warning(line))
     if status.steps:
@@ -285,10 +282,7 @@ def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
     yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}{_by_staleness(step)}"
     yield "  tokens", f"{step.tokens:,}"
     yield from (("  alarm", Text(line, "bold red")) for line in alarms(step.metrics))
-    sent = metrics(step.metrics)
-    if sent:
-        yield "  from the trainer", f"{len(sent)} metrics of its commit"
-    yield from ((f"    {name}", value) for name, value in sent)
+    yield from ((f"  trainer: {name}", value) for name, value in metrics(step.metrics))
 
 
 def _by_staleness(step: StepMetrics) -> str:
@@ -426,11 +420,6 @@ def tier(found: KvTierStatus, workers: int) -> Text:
     return Text(f"up, {used:,.0f} of {size:,.0f} MiB in {found.chunks:,} chunks, {found.workers} of {workers} workers")
 
 
-def window_wait(status: Status) -> str:
-    """The reason why a full window admits nothing; empty: it has room."""
-    return f"the window is full, and waits for {reason}" if (reason := status.window_wait.reason) else ""
-
-
 def prompts_done(status: Status) -> str:
     """The prompts that are trained on or cancelled, and the time to go if the number of all is known."""
     done = int(sum(status.counters.get(name, 0) for name in PROMPTS_DONE))
@@ -443,12 +432,6 @@ def prompts_done(status: Status) -> str:
     return f"{text}; {duration(ceil(left / status.groups_per_step) * status.step_s)} to go"
 
 
-def promises(status: Status) -> Text:
-    """Whether no response has tokens of two versions and no group is lost."""
-    broken = [f"{COUNTERS[name]}: {number(status.counters[name])}" for name in BROKEN if status.counters.get(name, 0)]
-    return Text("; ".join(["broken", *broken]), "bold red") if broken else Text(KEPT)
-
-
 def warning(line: LogLine) -> str:
     return f"{strftime('%H:%M:%S', localtime(line.at))} {escaped(line.text)}"
 
@@ -456,18 +439,8 @@ def warning(line: LogLine) -> str:
 def pace(status: Status) -> str:
     if status.window_wait.waits_for == "agents":
         return "waits for agents: more workers would not help"
-    return _pace(status) + _agents_share(status)
-
-
-def _agents_share(status: Status) -> str:
-    share = status.agents_wait_s / status.step_s if status.step_s else 0.0
-    return f"; {share:.0%} of a step's time waits for agents" if share >= AGENTS_SHARE else ""
-
-
-def _pace(status: Status) -> str:
     if not status.HasField("dp_groups_to_add"):
         return "unknown until a trainer has reported its waiting time for two steps"
-    count = status.dp_groups_to_add
-    if not count:
-        return "keeps up with training"
-    return f"lags training: {count} more worker{'s' * (count > 1)} would keep up"
+    count, share = status.dp_groups_to_add, status.agents_wait_s / (status.step_s or 1.0)
+    text = f"lags training: {count} more worker{'s' * (count > 1)} would keep up" if count else "keeps up with training"
+    return text + (f"; {share:.0%} of a step's time waits for agents" if share >= AGENTS_SHARE else "")

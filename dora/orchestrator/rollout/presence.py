@@ -47,9 +47,7 @@ class TrainerPresence:
         self.seen()
 
     def known(self, name: str = "", client_id: bytes = b"") -> None:
-        """Notes a call of the trainer that owns the current epoch. It may have attached before a restart of the
-        service; only ``KeepAlive`` gives its name and id again.
-        """
+        """Notes a call of the trainer that owns the epoch: it may have attached before a restart of the service."""
         if not self.name:
             self.name, self.since = "trainer", time.time()
         if name:

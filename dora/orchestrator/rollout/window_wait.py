@@ -32,20 +32,18 @@ def window_wait(state: State, buffer: ResponseBuffer, trainer: str) -> pb.Window
     without = int(np.count_nonzero(is_open | (groups["status"] == GROUP_FINISHED))) - len(with_agents)
     if not len(idle) or (without >= window.left and (groups["deadline"][with_agents] > window.step).all()):
         runs, waits = (int(np.count_nonzero(requests["status"] == each)) for each in (RUNNING, WAITING))
-        reason = f"workers: {runs:,} requests run and {waits:,} wait for a worker"
-        return pb.WindowWait(waits_for="workers", reason=reason, sessions_idle=len(idle))
+        return pb.WindowWait(waits_for="workers", reason=f"workers: {runs:,} requests run, {waits:,} wait for a worker")
     row = int(idle[np.argmin(requests["idle_s"][idle])])
     response = buffer.at(row)
     since = time.time() - (awake_s() - float(requests["idle_s"][row]))
     environment = response.prompt.environment
-    name = environment.removeprefix(OPENED)
-    whose = f"opened as {name}" if environment.startswith(OPENED) else f"of the environment {name}"
+    is_opened, name = environment.startswith(OPENED), environment.removeprefix(OPENED)
+    whose = f"{'opened as' if is_opened else 'of the environment'} {name}"
     session = f"session {response.request_id} of group {response.group_id}, {whose}"
-    others = len(idle) - 1
-    more = f"; {others:,} more session{'s wait for their agents' if others > 1 else ' waits for its agent'}"
+    more = f"; {len(idle):,} sessions wait for their agents" if len(idle) > 1 else ""
     return pb.WindowWait(
         waits_for="agents",
-        reason=f"{session}: its agent has had the turn since {clock_time(since)}{more if others else ''}",
+        reason=f"{session}: its agent has had the turn since {clock_time(since)}{more}",
         group_id=response.group_id,
         session_id=response.request_id,
         environment=environment,

@@ -14,7 +14,7 @@ from dora.orchestrator.rollout.prompt_ledger import PromptState
 from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.trainers import Trainers
-from dora.orchestrator.rollout.window_wait import OPENED, window_wait
+from dora.orchestrator.rollout.window_wait import OPENED
 from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.status import version_state
 from dora.prompts.check import check_name
@@ -84,12 +84,10 @@ class Opening:
             why = "admits no new group" if version in alive else "is not live"
             raise Conflict("version", version, f"one of {', '.join(map(str, admitting)) or 'none now'}", why=why)
         if self._feed.closed or not window.admissible(version):
-            full, wait = f"the window has no room for a group of version {version}", self._wait()
+            wait = self._trainers.window_wait()
             why = "until the trainer takes a step" if wait is None else f"and waits for {wait.reason}"
-            raise LimitExceeded("version", version, f"opened later: {full} {why}")
-
-    def _wait(self) -> pb.WindowWait | None:
-        return window_wait(self._core.state, self._buffer, self._trainers.shown())
+            full = f"the window has no room for a group of version {version} {why}"
+            raise LimitExceeded("version", version, f"opened later: {full}")
 
     def _live(self) -> list[int]:
         """Returns the live versions that workers can have, ascending."""
@@ -115,7 +113,7 @@ class Opening:
             versions=self._live(),
             max_model_len_tokens=self._config.workers.context_tokens,
             sampling=convert.sampling_to_wire(sampling),
-            window_wait=self._wait(),
+            window_wait=self._trainers.window_wait(),
         )
 
     def _check_same(self, prompt_id: str, version: int | None) -> None:

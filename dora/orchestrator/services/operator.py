@@ -106,7 +106,8 @@ class OperatorService(stubs.OperatorServicer):
         return shown.trajectories(self._core.state, self._buffer, request)
 
     async def ShowTrajectory(self, request: pb.ShowTrajectoryRequest, context: ServicerContext) -> pb.ShownTrajectory:
-        shown.check_shown(request)
+        if request.tokens > shown.TOKENS_MAX:
+            raise InvalidValue("tokens", request.tokens, f"at most {shown.TOKENS_MAX}")
         try:
             return shown.trajectory(self._core.state, self._buffer, request)
         except NotFound:

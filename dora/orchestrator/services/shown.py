@@ -8,8 +8,9 @@ from typing import Any, Final
 import numpy as np
 
 from dora.core.state import GroupStatus, RequestStatus, State
-from dora.data.trajectory import Float32Array, Int32Array, Uint8Array
-from dora.errors import InvalidValue, NotFound
+from dora.core.table import Column
+from dora.data.types import Segment
+from dora.errors import NotFound
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc import dora_pb2 as pb
@@ -36,12 +37,6 @@ def trajectories(state: State, buffer: ResponseBuffer, request: pb.TrajectoriesR
     return pb.TrajectoriesReply(trajectories=[_status(state, response, now) for response in found], total=total)
 
 
-def check_shown(request: pb.ShowTrajectoryRequest) -> None:
-    """Raises InvalidValue for too many tokens."""
-    if request.tokens > TOKENS_MAX:
-        raise InvalidValue("tokens", request.tokens, f"at most {TOKENS_MAX}")
-
-
 def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
     """Raises NotFound for one that is unknown or committed."""
     response = buffer.get(request.trajectory_id)
@@ -59,35 +54,35 @@ def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryR
         reward_components=reward.components if reward else {},
         verifier_log=reward.log[:LOG_MAX] if reward else "",
         turn_rewards=reward.turns if reward else {},
-        worker_history=[
-            pb.Segment(worker=worker, first_token=first, last_token=last, arrival=arrival, version=version)
-            for worker, first, last, arrival, version in response.worker_history()[-PARTS_MAX:]
-        ],
+        worker_history=segments(response.worker_history()),
         arrivals=[
             pb.ShownArrival(at=start.at, left_at=start.left_at) for start in response.segment_starts[-PARTS_MAX:]
         ],
         turns=list(_turns(response))[-PARTS_MAX:] if response.is_session else [],
-        **_tokens(response, request.first_token, request.tokens or TOKENS_DEFAULT),
+        **tokens_of(response.prompt_ids(), response.tokens, response.logprobs, _is_sampled(response), request),
     )
 
 
-def _tokens(response: ResponseState, first: int, count: int) -> dict[str, Any]:
+def segments(history: Sequence[Segment]) -> list[pb.Segment]:
+    return [
+        pb.Segment(worker=worker, first_token=first, last_token=last, arrival=arrival, version=version)
+        for worker, first, last, arrival, version in history[-PARTS_MAX:]
+    ]
+
+
+def _is_sampled(response: ResponseState) -> Column:
     is_sampled = np.ones(len(response.tokens), np.uint8)
     for begin, end in response.input_bounds():
         is_sampled[begin:end] = 0
-    return tokens_of(response.prompt_ids(), response.tokens, response.logprobs, is_sampled, first, count)
+    return is_sampled
 
 
 def tokens_of(
-    prompt: Sequence[int] | Int32Array,
-    tokens: Int32Array,
-    logprobs: Float32Array,
-    is_sampled: Uint8Array,
-    first: int,
-    count: int,
+    prompt: Sequence[int], tokens: Column, logprobs: Column, is_sampled: Column, request: pb.ShowTrajectoryRequest
 ) -> dict[str, Any]:
-    """The fields of a ShownTrajectory that have its tokens, ``count`` of them from ``first`` on."""
-    before, chosen = len(prompt), slice(first, first + count)
+    """The fields of a ShownTrajectory that have the tokens that the request asks for."""
+    before, first = len(prompt), request.first_token
+    chosen = slice(first, first + (request.tokens or TOKENS_DEFAULT))
     return {
         "prompt_tokens": before,
         "total_tokens": before + len(tokens),

@@ -16,11 +16,9 @@ from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.core import Core
 from dora.orchestrator.rollout.feed import PromptFeed
-from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import DRAINED, KvTier, MemberSessions
 from dora.orchestrator.rollout.telemetry import RecentMove, StepRecord, Telemetry
 from dora.orchestrator.rollout.trainers import Trainers
-from dora.orchestrator.rollout.window_wait import window_wait
 from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
 from dora.rpc import dora_pb2 as pb
@@ -56,7 +54,6 @@ class ServiceStatus:
 
     _config: Config
     _core: Core
-    _buffer: ResponseBuffer
     _feed: PromptFeed
     _hosts: Hosts
     _sessions: MemberSessions
@@ -68,7 +65,7 @@ class ServiceStatus:
 
     def __post_init__(self) -> None:
         self.tier: KvTier | None = None
-        self.warnings = LastWarnings("dora")  # of this process; empty until it is entered
+        self.warnings = LastWarnings()
         self.started_s = awake_s()
 
     def news(self) -> News:
@@ -116,19 +113,16 @@ class ServiceStatus:
             hosts=hosts,
             evaluations=self._evaluating.statuses(),
             dp_groups_to_add=self.workers_to_add(),
-            window_wait=self._window_wait(),
+            window_wait=self._trainers.window_wait(),
             prompts_total=self._feed.total,
-            warnings=[pb.LogLine(at=at, level=level, text=text) for at, level, text in self.warnings.lines()],
+            warnings=[pb.LogLine(at=at, level=level, text=text) for at, level, text in tuple(self.warnings.lines)],
             step_s=step_s,
             agents_wait_s=agents_wait_s,
         )
 
-    def _window_wait(self) -> pb.WindowWait | None:
-        return window_wait(self._core.state, self._buffer, self._trainers.shown())
-
     def workers_to_add(self) -> int | None:
         """The advice of the latest steps, but none while a step waits for agents."""
-        if (wait := self._window_wait()) is not None and wait.waits_for == "agents":
+        if (wait := self._trainers.window_wait()) is not None and wait.waits_for == "agents":
             return 0
         return self._telemetry.groups_to_add(sum(not w.draining for w in self._core.state.workers.values()))
 
