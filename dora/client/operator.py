@@ -58,7 +58,7 @@ class Operator(Client):
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
 
     async def trajectory(self, trajectory_id: str, first_token: int = 0, tokens: int = 0) -> pb.ShownTrajectory:
-        """Returns a trajectory that is not committed, with at most ``tokens`` (0: 4,096) of its tokens."""
+        """Returns a trajectory, a committed one if the service keeps a record, with at most ``tokens`` (0: 4,096)."""
         check_count("first_token", first_token)
         check_count("tokens", tokens)
         request = pb.ShowTrajectoryRequest(trajectory_id=trajectory_id, first_token=first_token, tokens=tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,8 +12,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
-
-import grpc
 
 from dora.client.connection import COUNT_MAX, Connection, Patience
 from dora.client.deltas import Uploaded
@@ -311,11 +310,20 @@ class TrainerSession:
         return self._attachment
 
     async def _stay(self, stub: TrainerStub, epoch: int) -> None:
-        """Holds a call open, whose end notifies the service that this trainer has left. Nothing else depends on it."""
-        call = stub.KeepAlive(pb.KeepAliveRequest(trainer_epoch=epoch))
-        with contextlib.suppress(grpc.aio.AioRpcError, DoraError):
-            async for _ in call:
-                pass
+        """Holds a call open, whose end notifies the service that this trainer has left, and opens it again after the
+        connection has broken, until another trainer has attached. Nothing else depends on it.
+        """
+        request = pb.KeepAliveRequest(trainer_epoch=epoch, client_name=self._name, client_id=self._client_id)
+        patience = Patience(math.inf)
+        with contextlib.suppress(DoraError):
+            while True:
+                try:
+                    call = stub.KeepAlive(request)
+                    while await self.connection.read(call) is not None:
+                        patience.progress()
+                    return
+                except ServiceUnavailable as error:
+                    await patience.wait(error)
 
 
 def _spare(incoming: Path, file_bytes: int) -> Spare | None:

@@ -51,6 +51,7 @@ class Served:
     versions: tuple[int, ...]  # live ones
     max_model_len_tokens: int  # a session's longest length; 0: not known
     sampling: SamplingParams  # of prompts that say nothing; its seed means nothing
+    window_waits_for: str = ""  # what a full window waits for, the end of a sentence; empty: it has room
 
 
 @dataclass(slots=True)
@@ -347,7 +348,8 @@ class Sessions(Client):
         with self._connections.for_a_call() as connection:
             reply = await connection.call(connection.stub(SessionsStub).Describe, pb.DescribeRequest())
         sampling = convert.sampling_from_wire(reply.sampling)
-        return Served(reply.model, reply.newest_version, tuple(reply.versions), reply.max_model_len_tokens, sampling)
+        versions, reason = tuple(reply.versions), reply.window_wait.reason
+        return Served(reply.model, reply.newest_version, versions, reply.max_model_len_tokens, sampling, reason)
 
     async def _sessions(self, request: pb.AttendRequest | pb.OpenRequest) -> AsyncGenerator[Session]:
         with self._connections.for_a_call() as connection:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dora.errors import InvalidValue
 from dora.system.line_file import whole_lines
@@ -68,7 +68,8 @@ class RecordContent:
             self._counts: dict[int, int] = {}  # step -> its trajectories
             self._read_steps()
             self._ended = self._read_ended()
-            self.evaluated = self._read_evaluated()  # versions
+            self.evaluations = self._read_evaluations()  # as JSON
+            self.evaluated = {each["version"] for each in self.evaluations if not each["missing"]}  # versions
         except OSError as error:
             raise unwritable(folder, error) from error
 
@@ -115,14 +116,13 @@ class RecordContent:
                 raise InvalidValue(f"{CANCELLED_FILE} line {number}", line[:80], "a cancelled group") from error
         return ended
 
-    def _read_evaluated(self) -> set[int]:
-        found = set()
+    def _read_evaluations(self) -> list[dict[str, Any]]:
+        found = []
         file = self.folder / EVALUATIONS_FILE
         for number, line in enumerate(whole_lines(file) if file.exists() else (), start=1):
             try:
                 tree = json.loads(line)
-                if not tree["missing"]:
-                    found.add(int(tree["version"]))
+                found.append({**tree, "version": int(tree["version"]), "missing": tree["missing"]})
             except (ValueError, KeyError, TypeError) as error:
                 raise InvalidValue(f"{EVALUATIONS_FILE} line {number}", line[:80], "an evaluation") from error
         return found

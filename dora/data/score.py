@@ -1,9 +1,9 @@
 """Scores of an evaluation's responses."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -52,6 +52,13 @@ class Evaluated:
         tree = asdict(self) | asdict(self.score)
         del tree["score"]
         return {name: None if isinstance(each, float) and math.isnan(each) else each for name, each in tree.items()}
+
+    @classmethod
+    def from_json_dict(cls, tree: Mapping[str, Any]) -> Self:
+        """The inverse of ``to_json_dict``. Raises KeyError if a field is missing."""
+        known: dict[str, Any] = {name: math.nan if value is None else value for name, value in tree.items()}
+        score = Score(**{each.name: known[each.name] for each in fields(Score)})
+        return cls(**{each.name: known[each.name] for each in fields(cls) if each.name != "score"}, score=score)
 
 
 def responses_of(group: TrajectoryGroup) -> list[Response]:

@@ -10,6 +10,7 @@ from dora.orchestrator.services.host import HostService
 from dora.orchestrator.services.opening import Opening
 from dora.orchestrator.services.operator import OperatorService, PromptService
 from dora.orchestrator.services.publishing import Publishing
+from dora.orchestrator.services.recorded import RecordedTrajectories
 from dora.orchestrator.services.server import Services
 from dora.orchestrator.services.sessions import SessionService
 from dora.orchestrator.services.trainer import TrainerService
@@ -32,8 +33,9 @@ def services_of(
     sessions, hosts, store, telemetry, feed = of.sessions, of.hosts, of.store, of.telemetry, of.feed
     environments, evaluations, trainers = of.environments, of.evaluations, of.trainers
     publishing = Publishing(config, core, store, of.versions, of.storage, of.recorder, hosts)
-    opening = Opening(config, core, feed, buffer, environments, model)
+    opening = Opening(config, core, feed, buffer, environments, trainers, model)
     limits = TurnLimits.of(config, store.reference.vocab_size, buffer.sampling)
+    recorded = RecordedTrajectories(core.state, config.record)
     checkpoints = Checkpoints(config, core, feed, journal, store, life)
     to_trainer = (config, core, trainers, buffer, journal, telemetry, hosts, store, publishing, of.draining)
     to_sessions = (
@@ -53,7 +55,7 @@ def services_of(
         TrainerService(*to_trainer, model, life.resumed),
         PromptService(core, feed, buffer, journal, of.evaluating),
         SessionService(*to_sessions),
-        OperatorService(core, buffer, hosts, of.status, checkpoints, of.examinations, str(model)),
+        OperatorService(core, buffer, hosts, of.status, checkpoints, of.examinations, recorded, str(model)),
         WorkerService(*to_workers, snapshots, tokens, kv_secret),
         HostService(hosts, store, journal, life),
     )

@@ -139,6 +139,7 @@ class Runtime:
         restored = resume.restored(self.buffer, found, groups, self.config.window, time.time(), own.number)
         self.buffer.window_versions = restored.window_versions
         self.hosts.kept_versions = newest - restored.retired + 1
+        self.telemetry.evaluated.extend(self.recorder.evaluations())
         self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
         log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
         own.reattachment = Reattachment(expected)

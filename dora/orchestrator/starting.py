@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -238,6 +239,8 @@ class ServiceStart:
             routing=routing,
         )
         stack.push_async_callback(runtime.close)
+        logging.getLogger("dora").addHandler(runtime.status.warnings)
+        stack.callback(logging.getLogger("dora").removeHandler, runtime.status.warnings)
         if is_new and on_gpus:
             runtime.core.spawn(compare_later(config, model, partial(store.canary, 0), self.progress))
         parts = (runtime.core, runtime.store, runtime.recorder, runtime.telemetry, runtime.evaluating)
@@ -280,6 +283,7 @@ class ServiceStart:
         if state is not None:
             with writable(STATE_SETTING, state.folder):
                 state.remember(address=self.address, token=self.tokens.of[Role.OWNER], place=state.place)
+            runtime.hosts.worker_counts.scaled = self._scaled
         if config.service.metrics:
             exporter = Exporter(runtime, self.run_folder, config.model)
             served = serving_metrics(config.service.metrics, exporter, http_tls_of(config), self.tokens)
@@ -298,6 +302,11 @@ class ServiceStart:
         await runtime.restore(restored)
         if self.evaluations is not None:
             self.evaluations.at(runtime.core.state.window.newest)
+
+    def _scaled(self, workers: int) -> None:
+        assert self.state is not None
+        with self.storage.tidying(STATE):
+            self.state.remember(workers=workers)
 
     def follow_token(self, rotated: Callable[[ServiceHandle], None]) -> asyncio.Task[None]:
         """Follows the file of the owner's token; a state folder remembers the newest."""

@@ -1228,7 +1228,7 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ShowTrajectory(self, request, context):
-        """One trajectory that is not committed, with a range of its tokens.
+        """One trajectory, with a range of its tokens; a committed one from the service's record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -6,6 +6,7 @@ request that it is about (``about``).
 
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -13,6 +14,8 @@ from typing import Any, Final
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 JSON: Final = "json"
 _ABOUT: Final = "dora_about"
+WARNING_MAX: Final = 300  # characters of one that is kept
+WARNINGS_MAX: Final = 8
 
 Position = Callable[[], Mapping[str, int]]
 
@@ -41,6 +44,22 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             tree["exception"] = self.formatException(record.exc_info)
         return json.dumps(tree, ensure_ascii=False)
+
+
+class LastWarnings(logging.Handler):
+    """Keeps time, level and text of a logger's last warnings and errors, the newest last. One that comes again at once
+    is kept with its last time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: deque[tuple[float, str, str]] = deque(maxlen=WARNINGS_MAX)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())[:WARNING_MAX]
+        if self.lines and self.lines[-1][2] == text:
+            self.lines.pop()
+        self.lines.append((record.created, record.levelname.lower(), text))
 
 
 def formatter_of(log_format: str) -> logging.Formatter:

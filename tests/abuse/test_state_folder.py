@@ -31,6 +31,7 @@ BAD_SECRETS = (
     {"kv_secret": None},
     {"kv_secret": 7},
     {"token": 7},
+    {"workers": "3"},
 )
 
 
@@ -92,6 +93,17 @@ async def test_a_later_start_has_address_and_token_of_before_unless_it_names_oth
     assert (carried_on.listen, carried_on.token) == ("127.0.0.1:4711", "correct-horse")
     named = validated({"service": {"listen": "127.0.0.1:7", "token": "battery-staple"}})
     assert state.carried_on(named) == named
+
+
+async def test_a_later_start_has_the_workers_of_an_operators_order_until_the_setting_changes(tmp_path: Path) -> None:
+    await begun(tmp_path)
+    state, default = found(tmp_path), configured(tmp_path).workers.count
+    assert state.carried_on(configured(tmp_path)).workers.count == default
+    state.remember(workers=0)
+    again = found(tmp_path)
+    assert again.carried_on(configured(tmp_path)).workers.count == 0
+    assert again.carried_on(configured(tmp_path, workers={"count": 7})).workers.count == 7
+    assert again.carried_on(configured(tmp_path)).workers.count == default, "the order was for another setting"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,11 @@ async def test_a_page_is_live_and_shows_a_trajectory(tiny_dense: Path, opened: O
         await page.wait_for_selector("#head dd:has-text('newest v1')")
         assert await page.locator("#live").text_content() == "live"
         assert await page.locator("#versions tr").count() >= 1
+        hues = await page.evaluate(
+            "import(new URL('static/colours.js', location.href).href)"
+            ".then((colours) => [...Array(64).keys()].map(colours.versionHue))"
+        )
+        assert len(hues) == 64 and all(35 <= hue <= 325 for hue in hues), "red means lost"
 
         await page.get_by_role("link", name="Trajectories").click()
         await page.get_by_role("row", name="second").first.get_by_role("link").click()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,19 +15,24 @@ import aiohttp
 import psutil
 import pytest
 from openai import AsyncOpenAI
+from rich.console import Console
 
 import dora
 from dora.agents.front.child import FrontProcess
 from dora.agents.front.run import FrontOptions, front
+from dora.client import Operator
 from dora.config import Config
 from dora.data.trajectory import Trajectory
 from dora.data.verdict import LOG_MAX_BYTES
+from dora.ops.page.head import head_of
+from dora.ops.view.service import pace, status_table
+from dora.orchestrator.rollout.presence import clock_time
 from dora.rpc.errors import ServiceUnavailable
 from dora.rpc.roles import Role
 from dora.system.process_tree import descendants
 from tests.e2e.restarts import Killed, settings_of
 from tests.refusals import refused
-from tests.service import check_promises, configured, running, train
+from tests.service import check_promises, configured, running, train, until
 from tests.snippets import snippet
 
 GROUPS = 3
@@ -141,6 +147,54 @@ async def test_an_agent_does_not_wait_behind_the_queue_of_prompts(tiny_dense: Pa
         steps, _ = await asyncio.gather(train(handle, trainer, steps=4, groups=GROUPS), ask(url))
     found = [group.prompt_id for step in steps for group in step]
     assert [each for each in found if not each.startswith("p")], found
+
+
+async def test_a_full_window_says_what_it_waits_for(tiny_dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sessions that nobody ends fill the window. The next call is told so, and so are operators, who are advised to
+    add no workers; a call that is wrong in itself does not wait.
+    """
+    monkeypatch.setattr("dora.agents.front.service.ADMIT_S", 1.0)
+    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+
+    async def asked(url: str, session: str, **fields: Any) -> tuple[int, str]:
+        path = f"{url}/sessions/{session}/v1/chat/completions"
+        async with aiohttp.ClientSession() as http, http.post(path, json={**ask, **fields}) as reply:
+            return reply.status, await reply.text()
+
+    async def take(trainer: dora.Trainer) -> list[str]:
+        async for step in trainer.steps(groups=1):
+            return [group.prompt_id async for group in step]
+        return []
+
+    async with (
+        running(config_of(tiny_dense)) as handle,
+        front(FrontOptions(handle.address, handle.tokens[Role.ENVIRONMENT], "127.0.0.1:0", model=tiny_dense)) as url,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+        Operator(handle.address, handle.token) as operator,
+    ):
+        taking = asyncio.create_task(take(trainer))
+        for name in ("held", "other"):
+            assert (await asked(url, name))[0] == 200
+        status = await until(operator, lambda status: status.window_wait.sessions_idle == 2)
+        wait = status.window_wait
+        assert (wait.waits_for, wait.environment) == ("agents", "open:held")
+        assert 0 < time.time() - wait.since < 60
+        named = (wait.session_id, f"group {wait.group_id}", "opened as held", clock_time(wait.since))
+        code, said = await asked(url, "late")
+        assert code == 429 and all(each in said for each in named), said
+        assert status.dp_groups_to_add == 0 and "more workers would not help" in pace(status)
+        lines = {name: text for name, text, _ in head_of(status)}
+        assert all(each in lines["waits for"] for each in named)
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(status_table(status))
+        assert all(each in " ".join(captured.get().split()) for each in named[:3])
+        for wrong, code in (({"max_tokens": 10_000}, 400), ({"model": "another"}, 404), ({"top_p": 7}, 400)):
+            assert (await asked(url, "late", **wrong))[0] == code
+        await told(url, "held", reward=1.0)
+        assert await taking == ["held"]
+        status = await until(operator, lambda status: status.window_wait.waits_for == "trainer")
+        assert f"step {status.newest_version}" in status.window_wait.reason
 
 
 async def test_choices_branches_and_single_turns(tiny_dense: Path) -> None:

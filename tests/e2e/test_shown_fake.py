@@ -9,6 +9,9 @@ import pytest
 import dora
 from dora.client import Operator
 from dora.errors import InvalidValue, NotFound
+from dora.ops.page.browsers import Browser
+from dora.ops.page.views import trajectories as trajectories_page
+from dora.ops.page.views import trajectory as trajectory_page
 from dora.orchestrator.services.shown import TOKENS_MAX
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
@@ -106,3 +109,46 @@ async def test_trajectories_come_in_pages_and_one_with_its_tokens(tiny_dense: Pa
         training.cancel()
         await asyncio.wait({training})
         await prompts.cancel(["p"])
+
+
+async def test_committed_trajectories_are_read_from_the_record(tiny_dense: Path, tmp_path: Path) -> None:
+    """Those of the last steps, the latest first, in pages; each shows what it showed before its commit."""
+    fields = {"workers__engine": "fake", "workers__count": 2, "prompts": "none", "rollout__max_tokens": 12}
+    config = configured(
+        tiny_dense, reward__function="dora.rewards.tiny:score", record=str(tmp_path / "record"), **fields
+    )
+    async with (
+        running(config) as handle,
+        Operator(handle.address, handle.token) as operator,
+        dora.Sessions(handle.address, handle.token) as sessions,
+        dora.Trainer(handle.address, token=handle.token) as trainer,
+    ):
+        training = asyncio.create_task(train(handle, trainer, steps=2, groups=1))
+        shown: dict[str, pb.ShownTrajectory] = {}
+        for name in ("p", "q"):
+            opened = await sessions.open({"text": "abab", "prompt_id": name, "task_id": "maze"}, 2)
+            for session in opened:
+                await session.ask([5, 6, 7], name="tool")
+                shown[session.session_id] = await operator.trajectory(session.session_id)
+                await session.end(turn_rewards={1: 0.5}, log="well done")
+        await training
+        pages = [await operator.trajectories("committed", limit=3, offset=offset) for offset in (0, 3)]
+        listed = [row.trajectory_id for page in pages for row in page.trajectories]
+        assert sorted(listed) == sorted(shown) and {row.prompt_id for row in pages[0].trajectories[:2]} == {"q"}
+        assert [len(page.trajectories) for page in pages] == [3, 1] and [page.total for page in pages] == [4, 4]
+        assert not (await operator.trajectories()).trajectories
+        for name, before in shown.items():
+            after = await operator.trajectory(name)
+            for field in ("token_ids", "logprobs", "is_sampled", "prompt_tokens", "total_tokens", "task_id"):
+                assert getattr(after, field) == getattr(before, field), field
+            assert (after.reward, after.verifier_log) == (0.5, "well done")
+            assert list(after.worker_history) == list(before.worker_history)
+            assert after.status.state == "committed" and after.status.max_tokens == 0
+            part = await operator.trajectory(name, 3, 2)
+            assert part.token_ids == before.token_ids[12:20]
+            assert "well done" in trajectory_page(after, str, pb.Status(), Browser("", "", True, 0.0, 0.0))
+        looks = {"state": "committed", "worker": "", "offset": 0, "browser": Browser("", "", True, 0.0, 0.0)}
+        page = trajectories_page(pages[0], **looks)
+        assert "Committed trajectories" in page and all(f"trajectory?id={name}" in page for name in listed[:3])
+        with refused(NotFound, field="trajectory_id", value="g77.0"):
+            await operator.trajectory("g77.0")

@@ -1,10 +1,12 @@
 """Repeated requests, and clients that leave: a turn is one request's, and nothing waits for a client that has gone."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any, Final
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.unit.front_service import front
 
@@ -159,3 +161,31 @@ async def test_clients_that_leave_streams_log_nothing(caplog: pytest.LogCaptureF
         await until(lambda: not gateway._in_flight)
         service.gate.set()
     assert not [each for each in caplog.records if each.exc_info or "never retrieved" in each.getMessage()]
+
+
+async def test_a_reply_to_a_closed_connection_is_no_fault_of_the_fronts(caplog: pytest.LogCaptureFixture) -> None:
+    """The front notices only as it writes. Its own faults are in the log."""
+
+    async def left(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.close()
+        await response.write(b"more")
+        return response
+
+    async def broken(request: web.Request) -> web.StreamResponse:
+        raise RuntimeError("a bug")
+
+    def mount(app: web.Application) -> None:
+        app.router.add_get("/left", left)
+        app.router.add_get("/broken", broken)
+
+    async with front(mount=mount) as (base, _, _), aiohttp.ClientSession() as http:
+        with suppress(aiohttp.ClientError):
+            async with http.get(f"{base}/left") as reply:
+                await reply.read()
+        assert not [each for each in caplog.records if each.exc_info]
+        async with http.get(f"{base}/broken") as reply:
+            assert reply.status == 500
+    assert [str(each.exc_info) for each in caplog.records if each.exc_info]

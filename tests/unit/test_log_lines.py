@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dora.client import Trainer
-from dora.system.log_lines import JsonLines, about
+from dora.system.log_lines import WARNING_MAX, WARNINGS_MAX, JsonLines, LastWarnings, about
 from tests.service import configured, running, train
 
 
@@ -34,6 +34,23 @@ def test_a_line_has_its_moment_and_what_it_is_about() -> None:
     formatter.position = lambda: {"step": 7, "version": 7}
     assert lines_of(formatter, "two\nlines")["step"] == 7
     assert lines_of(formatter, "version 3", extra=about(version=3))["version"] == 3, "of its own"
+
+
+def test_the_last_warnings_are_kept_and_a_flood_is_one() -> None:
+    log = logging.getLogger("dora.of_a_test")
+    kept = LastWarnings()
+    log.addHandler(kept)
+    log.info("all is well")
+    log.error("a disk\nis full %s", "x" * WARNING_MAX)
+    for _ in range(9):
+        log.getChild("a_child").warning("w%d is slow", 3)
+    (_, level, text), (_, *second) = kept.lines
+    assert level == "error" and text.startswith("a disk is full x") and len(text) == WARNING_MAX
+    assert second == ["warning", "w3 is slow"]
+    for number in range(2 * WARNINGS_MAX):
+        log.warning("another one, %d", number)
+    assert len(kept.lines) == WARNINGS_MAX and kept.lines[-1][2] == f"another one, {2 * WARNINGS_MAX - 1}"
+    log.removeHandler(kept)
 
 
 def test_an_exception_is_within_its_line() -> None:

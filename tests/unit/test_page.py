@@ -12,6 +12,7 @@ from dora.ops.page.head import head_of
 from dora.ops.page.history import OLDER, OLDER_EVERY, RECENT, STATES, History
 from dora.ops.page.reading import pieces, shade_of, turn_bars, worker_bars
 from dora.ops.page.viewers import KEPT, RELOAD, VIEWERS, Viewers
+from dora.ops.view.numbers import measured
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, PermissionDenied, Unauthenticated
 from dora.rpc.roles import Role, ServiceTokens, TokenGeneration
@@ -89,6 +90,32 @@ def test_faults_come_first() -> None:
     assert [tone for _, _, tone in lines[:2]] == ["bad", "bad"]
     assert "no space left" in lines[0][1] and "another canary" in lines[1][1]
     assert head_of(pb.Status()) == []
+
+
+def test_the_page_sums_up_a_run() -> None:
+    """The model, the prompts that are done and the time to go, evaluations, warnings, and one line on the promises. The
+    trainer's metrics stand apart from the service's.
+    """
+    status = World(4).status(50)
+    del status.steps[:]
+    status.steps.add(step=9, mean_reward=0.5, metrics={"reward": 7.0, "mean reward": 8.0})
+    status.model, status.prompts_total, status.step_s, status.groups_per_step = "/models/tiny-7b", 100, 60.0, 10
+    for name in status.counters:
+        status.counters[name] = 0
+    for worker in status.workers:
+        worker.state = "ready"
+    status.counters["groups_trained"], status.counters["groups_cancelled"] = 30, 5
+    status.evaluated.add(version=8, prompts=4, reward_mean=0.25)
+    status.warnings.add(at=0.0, level="warning", text="w3 is slow")
+    lines = {name: (text, tone) for name, text, tone in head_of(status)}
+    assert lines["model"][0] == "tiny-7b" and lines["promises"] == ("kept, 0 alerts", "good")
+    assert lines["prompts done"][0] == "35 of 100; 7 min 0 s to go"
+    assert "0.2500" in lines["evaluated"][0] and lines["warning"][0].endswith("w3 is slow")
+    assert lines["mean reward"][0] == measured(0.5) and lines["trainer: mean reward"][0] == measured(8.0)
+    status.counters["groups_lost"] = 2
+    status.trainer_stalled = "it makes no progress"
+    text, tone = {name: (text, tone) for name, text, tone in head_of(status)}["promises"]
+    assert text.startswith("broken") and "2 alerts" in text and tone == "bad"
 
 
 # -------------------------------------------------------------------------------------------------------------- viewers

@@ -13,6 +13,7 @@ from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.session_paths import InputRun
 from dora.orchestrator.rollout.responses.state import ResponseState, SegmentStart
 from dora.orchestrator.rollout.step_times import StepTimes, divided, spans_of
+from dora.orchestrator.rollout.telemetry import StepRecord, Telemetry
 
 OFFSET = 1_000_000.0  # of the wall clock to the monotonic one
 EVENT = on.Tick()
@@ -106,3 +107,15 @@ def test_parts_are_named_the_longest_first() -> None:
         (PARTS["tools"], 1.0),
         ("later", 0.5),
     ]
+
+
+@pytest.mark.parametrize("part", ["sampling", "tools"])
+def test_workers_are_to_be_added_for_their_own_time_alone(part: str) -> None:
+    """The trainer waits three quarters of each step: for workers, or for agents."""
+    telemetry = Telemetry()
+    for step in range(4):
+        parts = {part: 75.0, "training": 25.0}
+        telemetry.steps.append(StepRecord(step, 0.0, 0.0, 0.0, 0, 0, took_s=100.0, waited_s=75.0, parts_s=parts))
+    advised = telemetry.groups_to_add(2)
+    assert advised is not None and (advised > 0) == (part == "sampling")
+    assert telemetry.latest_s() == (100.0, 75.0 if part == "tools" else 0.0)

@@ -1,11 +1,12 @@
 """Attachment of a trainer while another one lives, and the messages to the replaced one."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from dora.errors import Conflict, InvalidValue
-from dora.orchestrator.rollout.presence import clock_time
+from dora.orchestrator.rollout.presence import TrainerPresence, clock_time
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
 from tests.unit.test_runtime import Shell, shell
@@ -48,6 +49,30 @@ async def test_the_same_trainer_may_attach_again(shell: Shell) -> None:
     async with living(shell, "first", client_id=b"1") as first:
         reply = await shell.trainer.Attach(attaching("first", client_id=b"1"), None)
         assert reply.trainer_epoch == first.trainer_epoch + 1
+
+
+async def test_a_trainer_of_before_a_restart_is_attached_from_its_next_call_on(shell: Shell) -> None:
+    """Its stream says so, without a name; its open call brings that, and keeps others out."""
+    first = await shell.trainer.Attach(attaching("mine", client_id=b"1"), None)
+    trainers = shell.runtime.trainers
+    trainers.presence = TrainerPresence()  # as a restart makes it
+    assert trainers.shown() == ""
+    stream = shell.trainer.StreamStep(pb.StreamStepRequest(trainer_epoch=first.trainer_epoch, step=0), None)
+    reading = asyncio.create_task(anext(stream))
+    await shell.until(lambda: trainers.stream is not None)
+    assert trainers.shown() == "trainer"
+    call = shell.trainer.KeepAlive(
+        pb.KeepAliveRequest(trainer_epoch=first.trainer_epoch, client_name="mine", client_id=b"1"), None
+    )
+    async with aclosing(call):
+        await anext(call)
+        assert trainers.shown() == "mine"
+        with refused(Conflict, field="trainer", value="mine"):
+            await shell.trainer.Attach(attaching("other", client_id=b"2"), None)
+    reading.cancel()
+    with refused(InvalidValue, field="client_id", value="65 bytes"):
+        request = pb.KeepAliveRequest(trainer_epoch=first.trainer_epoch, client_id=bytes(65))
+        await anext(shell.trainer.KeepAlive(request, None))
 
 
 async def test_without_an_id_nobody_is_the_same(shell: Shell) -> None:

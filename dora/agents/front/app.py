@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from dora.agents.front import control
@@ -169,10 +169,10 @@ async def serving(gateway: Gateway, listening: socket.socket, mount: Mount | Non
 
 
 class _WithoutClientsFaults(logging.LoggerAdapter[logging.Logger]):
-    """Leaves out malformed requests, which any stranger may send."""
+    """Leaves out malformed requests, which any stranger may send, and clients that leave before the end of a reply."""
 
     def log(self, level: int, msg: object, *args: object, **about: Any) -> None:
-        if not isinstance(about.get("exc_info"), HttpProcessingError):
+        if not isinstance(about.get("exc_info"), HttpProcessingError | ClientConnectionResetError):
             super().log(level, msg, *args, **about)
 
 

@@ -29,6 +29,7 @@ RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
 PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
 LEAVE_S: Final = 2.0  # how long a front that is stopped waits for the service to note it
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
+DESCRIBE_S: Final = 2.0  # how long a refusal waits to learn its reason
 VERSION_S: Final = 0.5  # between two openings of a version for which the window has no room
 
 
@@ -138,15 +139,6 @@ async def _repeated(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
             await patience.wait(error)
 
 
-async def _in_time(name: str, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    try:
-        async with asyncio.timeout(ADMIT_S):
-            return await _repeated(find)
-    except TimeoutError:
-        allowed = "asked later: its turn is under way, or the window is full"
-        raise LimitExceeded("session", name, allowed) from None
-
-
 def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
     ids, logprobs = turn.token_ids[part].tolist(), turn.logprobs[part].tolist()
     of_prompt = () if turn.prompt_logprobs is None or part.start else tuple(turn.prompt_logprobs.tolist())
@@ -166,16 +158,33 @@ class Service:
         context_tokens = served.max_model_len_tokens
         return LiveVersions(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
 
+    async def _waits(self) -> str:
+        """The end of a sentence on a window that is full: what it waits for, if the service says so in time."""
+        with suppress(DoraError, TimeoutError):
+            async with asyncio.timeout(DESCRIBE_S):
+                if reason := (await self._sessions.describe()).window_waits_for:
+                    return f", and waits for {reason}"
+        return ""
+
+    async def _in_time(self, name: str, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            async with asyncio.timeout(ADMIT_S):
+                return await _repeated(find)
+        except TimeoutError:
+            allowed = f"asked later: its turn is under way, or the window is full{await self._waits()}"
+            raise LimitExceeded("session", name, allowed) from None
+
     async def model(self) -> Path:
         return Path((await self._sessions.describe()).model)
 
     async def find(self, group: str, size: int) -> Sequence[ServiceSession]:
         """Returns the sessions of a group that was opened before. It stays open whatever happens to this call."""
-        sessions = await _in_time(group, lambda: self._sessions.open(Prompt(group, "", ()), size, again=True))
+        sessions = await self._in_time(group, lambda: self._sessions.open(Prompt(group, "", ()), size, again=True))
         return [ServiceSession(session, self._take_back) for session in sessions]
 
     async def find_opened(self, session_id: str) -> ServiceSession:
-        return ServiceSession(await _in_time(session_id, lambda: self._sessions.find(session_id)), self._take_back)
+        found = await self._in_time(session_id, lambda: self._sessions.find(session_id))
+        return ServiceSession(found, self._take_back)
 
     @asynccontextmanager
     async def told_of(self, url: str) -> AsyncIterator[None]:
@@ -216,7 +225,7 @@ class Service:
                 sessions = await self._opened(opening)
         except TimeoutError:
             await self._take_back(opening.group, "the window did not admit it in time")
-            allowed = "opened later: the window is full until the trainer takes a step"
+            allowed = f"opened later: the window is full{await self._waits()}"
             raise LimitExceeded("group", opening.group, allowed) from None
         except asyncio.CancelledError:
             await asyncio.shield(self._take_back(opening.group, "its client has left"))

@@ -2,19 +2,24 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
-from dora.ops.view.evaluation import evaluation_line
+from dora.ops.view.evaluation import evaluated_line, evaluation_line
 from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
+    EVALUATED_SHOWN,
+    WARNINGS_SHOWN,
     drain_rows,
     faults_of,
     filling,
     pace,
+    prompts_done,
     refusals,
     tokens_per_s,
     trainer_line,
+    warning,
     window_lines,
 )
 from dora.rpc.dora_pb2 import Status
@@ -39,18 +44,28 @@ COUNTERS: Final[Mapping[str, str]] = {
     "c1_violations": "responses with two versions",
     "groups_lost": "groups lost",
 }  # with what the page calls them
+PROMISES: Final = ("c1_violations", "groups_lost")  # counters that stay 0
 Line = tuple[str, str, str]  # name, text, tone
 
 
 def head_of(status: Status) -> list[Line]:
-    """Faults come first. Without a status yet: empty."""
-    return list(_lines(status)) if status.model else []
+    """Faults come first, then one line that sums up. Without a status yet: empty."""
+    if not status.model:
+        return []
+    faults, others = list(_faults(status)), list(_lines(status))
+    found = [*faults, *others]
+    alerts = sum(tone == BAD or (tone == WARN and name in ("workers", "ended")) for name, _, tone in found)
+    kept = "broken" if any(status.counters.get(name, 0) for name in PROMISES) else "kept"
+    tone = BAD if kept == "broken" else WARN if alerts else GOOD
+    return [*faults, ("promises", f"{kept}, {alerts} alert{'s' * (alerts != 1)}", tone), *others]
 
 
 def _lines(status: Status) -> Iterator[Line]:
-    yield from _faults(status)
+    yield "model", Path(status.model).name, PLAIN
     yield "window", "; ".join(window_lines(status)), PLAIN
     yield "filling step", filling(status), PLAIN
+    if status.HasField("window_wait"):
+        yield "waits for", status.window_wait.reason, WARN if status.window_wait.waits_for == "agents" else PLAIN
     stalled = bool(status.trainer_stalled)
     yield "trainer", trainer_line(status).plain, BAD if stalled else PLAIN
     yield "pace", pace(status), WARN if status.dp_groups_to_add else PLAIN
@@ -59,6 +74,7 @@ def _lines(status: Status) -> Iterator[Line]:
     yield "workers", ", ".join(f"{count:,} {state}" for state, count in states.most_common()), WARN if lost else PLAIN
     yield "tokens/s", tokens_per_s(status.workers), PLAIN
     yield "prompts queued", f"{status.prompts_queued:,}", PLAIN
+    yield "prompts done", prompts_done(status), PLAIN
     parked = sum(pool.parked for pool in status.pools)
     if status.pools:
         yield "parked requests", f"{parked:,}", PLAIN
@@ -66,11 +82,15 @@ def _lines(status: Status) -> Iterator[Line]:
     for evaluation in status.evaluations:
         oldest = min((row.version for row in status.versions), default=0)
         yield "evaluation", evaluation_line(evaluation, oldest).plain, PLAIN
+    for evaluated in status.evaluated[-EVALUATED_SHOWN:]:
+        yield "evaluated", evaluated_line(evaluated), PLAIN
+    for line in status.warnings[-WARNINGS_SHOWN:]:
+        yield line.level, warning(line), WARN
     yield from _last_step(status)
     for name, words in COUNTERS.items():
         if name in status.counters:
             value = status.counters[name]
-            broken = name in ("c1_violations", "groups_lost") and value > 0
+            broken = name in PROMISES and value > 0
             text = f"{number(value)} ms" if "_ms_" in name else number(value)
             yield words, text, BAD if broken else COUNT
 
@@ -96,4 +116,4 @@ def _last_step(status: Status) -> Iterator[Line]:
         yield "mean reward", measured(step.mean_reward), PLAIN
         yield "staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}", PLAIN
         for name, text in metrics(step.metrics)[:METRICS]:
-            yield name, text, PLAIN
+            yield f"trainer: {name}", text, PLAIN

@@ -16,7 +16,7 @@ from dora.rpc.dora_pb2 import ShownTrajectory, Status, TrajectoriesReply
 FOLDER: Final = Path(__file__).parent / "templates"
 LISTED: Final = 100  # trajectories on one page
 TOKENS: Final = 2048  # of a trajectory on one page
-STATES: Final = ("waiting", "running", "moving", "parked", "idle", "finished", "leased")
+STATES: Final = ("waiting", "running", "moving", "parked", "idle", "finished", "leased", "committed")
 MOVABLE: Final = ("waiting", "running", "moving", "parked", "idle")
 TARGETS: Final = 4096  # offered for a move
 LANES_SHOWN: Final = 32  # workers of one trajectory, the first

@@ -161,7 +161,7 @@ def _metrics(status: Status) -> list[RenderableType]:
         return []
     more = [f"and {len(sent) - METRICS_SHOWN} more"] if len(sent) > METRICS_SHOWN else []
     shown = [f"{name} {value}" for name, value in sent[:METRICS_SHOWN]]
-    return [Note(Text.assemble((f"step {status.steps[-1].step} ", "bold"), "   ".join([*shown, *more])))]
+    return [Note(Text.assemble((f"trainer, step {status.steps[-1].step} ", "bold"), "   ".join([*shown, *more])))]
 
 
 def _counters(status: Status) -> RenderableType:

@@ -2,13 +2,16 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
+from time import localtime, strftime
 from typing import Any, Final
 
 from rich.text import Text
 
 from dora.data.counters import COUNTERS
 from dora.data.step_parts import named
+from dora.ops.view.conversation import escaped
 from dora.ops.view.evaluation import evaluated_line, evaluation_line
 from dora.ops.view.hosts import hosts_line, hosts_table
 from dora.ops.view.metrics import alarms, metrics
@@ -18,6 +21,7 @@ from dora.ops.view.tables import Column, Facts, Sheet, version_cell
 from dora.rpc.dora_pb2 import (
     CheckpointReply,
     KvTierStatus,
+    LogLine,
     Status,
     StepMetrics,
     TrajectoryStatus,
@@ -36,6 +40,7 @@ DRAINED: Final = "drained"  # the state of a worker that has left as was asked
 
 VERSION_STYLES: Final = {"suspect": "yellow", "rejected": "bold red", "unavailable": "red"}
 
+PROMPTS_DONE: Final = ("groups_trained", "groups_cancelled", "prompts_cancelled", "prompts_refused")
 PROMISES: Final = ("c1_violations", "groups_lost", "staleness_max", "versions_live_max")  # shown even if they are 0
 FAULTS: Final = "faults and other events"
 COUNTER_GROUPS: Final[dict[str, tuple[str, ...]]] = {
@@ -137,13 +142,19 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("version", "the version that samples it", lambda row: version_cell(row.version), words=True),
     Column("deadline\nstep", "the last step that may train on it", lambda row: f"{row.deadline_step:,}", rank=2),
     Column("worker", "its worker, or the pool that stores it", lambda row: row.worker or NONE, words=True),
-    Column("tokens", "generated tokens, out of the maximum", lambda row: f"{row.tokens:,}/{row.max_tokens:,}"),
+    Column(
+        "tokens",
+        "generated tokens, out of the maximum; of a session, those of all turns, given ones included",
+        lambda row: f"{row.tokens:,}/{row.max_tokens:,}" if row.max_tokens else f"{row.tokens:,}",
+    ),
     Column("age", "time since its group was admitted", lambda row: duration(row.age_s), rank=1),
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
 EVALUATED_SHOWN: Final = 3  # ended evaluations, the latest
 PARTS_SHOWN: Final = 4  # of a step's time, the longest
+WARNINGS_SHOWN: Final = 3  # the latest
+AGENTS_SHARE: Final = 0.1  # of a step's time that waits for agents, from which on it is told
 WORKERS_NAMED: Final = 8  # if there are more, only their number is shown
 
 
@@ -163,8 +174,10 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     for window in window_lines(status):
         table.add_row("window", window)
     table.add_row("filling step", filling(status))
-    for line in refusals(status):
-        table.add_row("weights", line)
+    if status.HasField("window_wait"):
+        table.add_row("waits for", status.window_wait.reason)
+    for refused in refusals(status):
+        table.add_row("weights", refused)
     there, left = without_drained(status.workers)
     table.add_row("workers", _workers_line(there) + (f"; left: {_listed(left)}" if left else ""))
     table.add_row("pools", pools_line(status))
@@ -181,6 +194,9 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
+    table.add_row("prompts done", prompts_done(status))
+    for line in status.warnings[-WARNINGS_SHOWN:]:
+        table.add_row(line.level, warning(line))
     if status.steps:
         table.add_section()
         for name, value in step_rows(status.steps[-1]):
@@ -266,7 +282,7 @@ def step_rows(step: StepMetrics) -> Iterator[tuple[str, str | Text]]:
     yield "  staleness", f"mean {step.staleness_mean:.2f}, largest {step.staleness_max}{_by_staleness(step)}"
     yield "  tokens", f"{step.tokens:,}"
     yield from (("  alarm", Text(line, "bold red")) for line in alarms(step.metrics))
-    yield from ((f"  {name}", value) for name, value in metrics(step.metrics))
+    yield from ((f"  trainer: {name}", value) for name, value in metrics(step.metrics))
 
 
 def _by_staleness(step: StepMetrics) -> str:
@@ -404,10 +420,27 @@ def tier(found: KvTierStatus, workers: int) -> Text:
     return Text(f"up, {used:,.0f} of {size:,.0f} MiB in {found.chunks:,} chunks, {found.workers} of {workers} workers")
 
 
+def prompts_done(status: Status) -> str:
+    """The prompts that are trained on or cancelled, and the time to go if the number of all is known."""
+    done = int(sum(status.counters.get(name, 0) for name in PROMPTS_DONE))
+    if not status.HasField("prompts_total"):
+        return f"{done:,}"
+    left = max(0, status.prompts_total - done)
+    text = f"{status.prompts_total - left:,} of {status.prompts_total:,}"
+    if not (left and status.step_s and status.groups_per_step):
+        return text
+    return f"{text}; {duration(ceil(left / status.groups_per_step) * status.step_s)} to go"
+
+
+def warning(line: LogLine) -> str:
+    return f"{strftime('%H:%M:%S', localtime(line.at))} {escaped(line.text)}"
+
+
 def pace(status: Status) -> str:
+    if status.window_wait.waits_for == "agents":
+        return "waits for agents: more workers would not help"
     if not status.HasField("dp_groups_to_add"):
         return "unknown until a trainer has reported its waiting time for two steps"
-    count = status.dp_groups_to_add
-    if not count:
-        return "keeps up with training"
-    return f"lags training: {count} more worker{'s' * (count > 1)} would keep up"
+    count, share = status.dp_groups_to_add, status.agents_wait_s / (status.step_s or 1.0)
+    text = f"lags training: {count} more worker{'s' * (count > 1)} would keep up" if count else "keeps up with training"
+    return text + (f"; {share:.0%} of a step's time waits for agents" if share >= AGENTS_SHARE else "")

@@ -16,8 +16,8 @@ from rich.text import Text
 
 Row = TypeVar("Row")
 VERSION_STYLES: Final = tuple(
-    f"bold white on {name}" for name in ("blue", "dark_orange3", "green4", "purple4", "deep_pink4")
-)
+    f"bold white on {name}" for name in ("blue", "orange4", "green4", "purple4", "turquoise4")
+)  # none is red, which means lost
 NOTE_WIDTH: Final = 100  # characters: longer lines are hard to read
 WIDEST: Final = 1 << 16  # for a note limited only by the terminal
 WORD_WIDTH: Final = 24  # columns of words are abbreviated to this before a column is left out

@@ -37,6 +37,7 @@ class WorkerCounts:
         self._hosts = hosts
         self._state = state
         self._post = post
+        self.scaled: Callable[[int], None] = lambda workers: None  # gets the new number of the service's own host
 
     def drain(self, name: str) -> int:
         """Drains all workers of a host, which leaves afterwards. Returns their number. Raises NotFound, Conflict."""
@@ -48,6 +49,7 @@ class WorkerCounts:
         count = len(host.active)
         for worker_id in host.active:
             self._empty(host, worker_id)
+        self._tell(host)
         self._end_if_drained(host)
         return count
 
@@ -57,6 +59,7 @@ class WorkerCounts:
         for host in self._hosts.values():
             if worker_id in host.launcher.workers:
                 host.leaving.add(worker_id)
+                self._tell(host)
 
     def scale(self, workers: int, name: str) -> tuple[list[str], list[str]]:
         """Brings a host, or all together, to so many workers. Returns the workers that start and those that are
@@ -86,7 +89,12 @@ class WorkerCounts:
             for worker_id in change.surplus:
                 emptied.append(worker_id)
                 self._empty(host, worker_id)
+            self._tell(host)
         return started, emptied
+
+    def _tell(self, host: Host) -> None:
+        if host.session is None:
+            self.scaled(len(host.active))
 
     def _empty(self, host: Host, worker_id: str) -> None:
         """Drains a worker and stops it afterwards; one that has not joined is stopped at once."""

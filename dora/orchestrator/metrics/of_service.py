@@ -131,7 +131,7 @@ TRAINER: Final = (
     Metric(
         "dora_workers_to_add",
         "Workers that generation lacks to keep up with training.",
-        lambda seen: seen.runtime.telemetry.groups_to_add(sum(not w.draining for w in seen.workers)),
+        lambda seen: seen.runtime.status.workers_to_add(),
     ),
 )
 PROCESS: Final = (

@@ -48,6 +48,8 @@ class ServiceIdentity:
     content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
     begun_from: str = ""  # STATE@VERSION of the run whose weights are version 0; empty: the model's (begin_from.py)
     source: str = ""  # the prompts that one of them is of (source_of); empty: those of the last configuration
+    workers: int = -1  # of the service's own host, as operators scaled it; -1: they did not
+    workers_set: int = -1  # ``workers.count`` at that time: another one holds instead
 
     def __post_init__(self) -> None:
         """Raises ValueError for a file that no service wrote."""
@@ -57,6 +59,8 @@ class ServiceIdentity:
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
             raise ValueError("a digest is no text")
+        if not (type(self.workers) is type(self.workers_set) is int):
+            raise ValueError("a number of workers is no whole number")
         bytes.fromhex(self.kv_secret)
         bytes.fromhex(self.session_secret)
 
@@ -101,22 +105,27 @@ class StateFolder:
             raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
 
     def carried_on(self, config: Config) -> Config:
-        """Returns the configuration with the service's earlier address and token, unless it names others.
+        """Returns the configuration with the service's earlier address and token, unless it names others, and with the
+        number of workers to which operators scaled it, unless ``workers.count`` has changed.
 
         A copy of the folder leaves the address to the original: workers of that one may look for it there.
         """
         identity, host = self.identity, config.service.listen.rpartition(":")[0]
         changes: dict[str, Any] = {}
+        if identity.workers_set != config.workers.count:
+            identity.workers, identity.workers_set = -1, config.workers.count
         if identity.token and not config.service.token:
             changes["token"] = identity.token
         is_copy = identity.place not in ("", self.place)
         here = identity.address and identity.address.rpartition(":")[0] == host
         if config.service.listen.endswith(":0") and here and not is_copy:
             changes["listen"] = identity.address
-        if not changes:
+        if not changes and identity.workers < 0:
             return config
         tree = config.model_dump()
         tree["service"] |= changes
+        if identity.workers >= 0:
+            tree["workers"]["count"] = identity.workers
         return validated(tree)
 
     def remember(self, **values: Any) -> None:

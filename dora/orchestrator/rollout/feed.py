@@ -62,6 +62,12 @@ class PromptFeed:
     def position(self) -> Position:
         return self._source.position(self.ledger.next_position) if self._source is not None else Position(0, 0)
 
+    @property
+    def total(self) -> int | None:
+        """The prompts of the source in all epochs; None: it is endless, or clients submit them."""
+        epochs = self._config.prompts.epochs
+        return self._source.epoch_prompts * epochs or None if self._source is not None else None
+
     def submit(self, prompts: Sequence[Prompt]) -> int:
         """Checks and queues all prompts or none; returns the free places. Raises for a full queue, an id in use, an
         impossible prompt.

@@ -46,6 +46,13 @@ class TrainerPresence:
         self._lapsed_before = lapsed
         self.seen()
 
+    def known(self, name: str = "", client_id: bytes = b"") -> None:
+        """Notes a call of the trainer that owns the epoch: it may have attached before a restart of the service."""
+        if not self.name:
+            self.name, self.since = "trainer", time.time()
+        if name:
+            self.name, self._client_id = name, client_id
+
     def seen(self) -> None:
         self._seen_s = awake_s()
 

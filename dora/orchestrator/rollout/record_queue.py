@@ -8,7 +8,8 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -63,6 +64,12 @@ class RecordQueue:
     def is_evaluated(self, version: int) -> bool:
         """Returns whether an earlier incarnation has recorded a whole evaluation of this version."""
         return self._recorder is not None and version in self._recorder.evaluated
+
+    def evaluations(self) -> Iterator[Evaluated]:
+        """Yields those that the record had at the start."""
+        for tree in () if self._recorder is None else self._recorder.evaluations:
+            with suppress(KeyError):  # the line is of an older DORA
+                yield Evaluated.from_json_dict(tree)
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:

@@ -259,13 +259,21 @@ class Telemetry:
         """Workers to add so that generation keeps up with training, by the latest steps; None: unknown.
 
         A step in which the trainer waits takes as long as generation does, and without the waiting as long as training.
+        Time in which the step waited for environments and tools is neither: more workers do not shorten it.
         """
-        known = [(s.took_s, s.waited_s) for s in self.steps if s.took_s and s.waited_s is not None][-ADVICE_STEPS:]
-        if not known or not workers:
+        steps = [(s.took_s, s.waited_s, s.parts_s.get("tools", 0.0)) for s in self.steps]
+        known = [(took_s, waited_s, tools_s) for took_s, waited_s, tools_s in steps if took_s and waited_s is not None]
+        if not (known := known[-ADVICE_STEPS:]) or not workers:
             return None
-        generation_s = float(np.mean([took_s for took_s, _ in known]))
-        training_s = float(np.mean([max(took_s - waited_s, 1e-3 * took_s) for took_s, waited_s in known]))
-        return groups_to_add(generation_s, training_s, workers)
+        generation_s = float(np.mean([took_s - min(tools_s, waited_s) for took_s, waited_s, tools_s in known]))
+        training_s = float(np.mean([max(took_s - waited_s, 1e-3 * took_s) for took_s, waited_s, _ in known]))
+        return groups_to_add(max(generation_s, training_s), training_s, workers)
+
+    def latest_s(self) -> tuple[float, float]:
+        """The mean time of the latest steps, and the part of it that waited for agents; 0 before two steps."""
+        known = [(step.took_s, step.parts_s.get("tools", 0.0)) for step in self.steps if step.took_s][-ADVICE_STEPS:]
+        mean_s, waited_s = np.mean(known, axis=0) if known else (0.0, 0.0)
+        return float(mean_s), float(waited_s)
 
     def counters(self) -> dict[str, float]:
         """Counters beside the core's own."""

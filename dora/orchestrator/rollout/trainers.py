@@ -13,6 +13,8 @@ from dora.orchestrator.rollout.presence import TrainerPresence
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import StepStream
+from dora.orchestrator.rollout.window_wait import window_wait
+from dora.rpc import dora_pb2 as pb
 from dora.system.log_lines import about
 
 log = logging.getLogger("dora.service")
@@ -45,6 +47,10 @@ class Trainers:
     def shown(self) -> str:
         """The name of the attached trainer; empty if there is none or it has left."""
         return self.presence.name if self.presence.is_there(self._holds()) else ""
+
+    def window_wait(self) -> pb.WindowWait | None:
+        """What a full window waits for; None: it has room, or is closed."""
+        return window_wait(self._core.state, self._buffer, self.shown())
 
     def _holds(self) -> bool:
         return self.stream is not None or bool(self._core.state.leased)

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from dora.config import Config
 from dora.core import events as on
@@ -14,14 +13,14 @@ from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.prompt_ledger import PromptState
 from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
+from dora.orchestrator.rollout.trainers import Trainers
+from dora.orchestrator.rollout.window_wait import OPENED
 from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.status import version_state
 from dora.prompts.check import check_name
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
-
-OPENED: Final = "open:"  # begins the environment of a group that a client has opened
 
 
 @dataclass(eq=False, repr=False)
@@ -33,6 +32,7 @@ class Opening:
     _feed: PromptFeed
     _buffer: ResponseBuffer
     _environments: Environments
+    _trainers: Trainers
     _model: Path
 
     async def open_group(self, request: pb.OpenRequest) -> str:
@@ -84,7 +84,9 @@ class Opening:
             why = "admits no new group" if version in alive else "is not live"
             raise Conflict("version", version, f"one of {', '.join(map(str, admitting)) or 'none now'}", why=why)
         if self._feed.closed or not window.admissible(version):
-            full = f"the window has no room for a group of version {version} until the trainer takes a step"
+            wait = self._trainers.window_wait()
+            why = "until the trainer takes a step" if wait is None else f"and waits for {wait.reason}"
+            full = f"the window has no room for a group of version {version} {why}"
             raise LimitExceeded("version", version, f"opened later: {full}")
 
     def _live(self) -> list[int]:
@@ -111,6 +113,7 @@ class Opening:
             versions=self._live(),
             max_model_len_tokens=self._config.workers.context_tokens,
             sampling=convert.sampling_to_wire(sampling),
+            window_wait=self._trainers.window_wait(),
         )
 
     def _check_same(self, prompt_id: str, version: int | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 from dora.core import events as on
-from dora.errors import InvalidValue, one_of
+from dora.errors import InvalidValue, NotFound, one_of
 from dora.orchestrator.core import ServiceCore
 from dora.orchestrator.hosts.examinations import Examinations
 from dora.orchestrator.hosts.hosts import Hosts
@@ -18,6 +18,7 @@ from dora.orchestrator.services import shown
 from dora.orchestrator.services.cancel import cancelled
 from dora.orchestrator.services.checkpoints import Checkpoints
 from dora.orchestrator.services.evaluation import Evaluating
+from dora.orchestrator.services.recorded import COMMITTED, RecordedTrajectories
 from dora.orchestrator.services.status import ServiceStatus
 from dora.rpc import dora_pb2 as pb
 from dora.rpc import dora_pb2_grpc as stubs
@@ -79,6 +80,7 @@ class OperatorService(stubs.OperatorServicer):
     _status: ServiceStatus
     _checkpoints: Checkpoints
     _examinations: Examinations
+    _recorded: RecordedTrajectories
     _model: str
 
     def __post_init__(self) -> None:
@@ -97,12 +99,19 @@ class OperatorService(stubs.OperatorServicer):
                 await asyncio.sleep(request.period_ms / 1000)
 
     async def ListTrajectories(self, request: pb.TrajectoriesRequest, context: ServicerContext) -> pb.TrajectoriesReply:
+        if request.state == COMMITTED:
+            return await self._recorded.list(request)
         if request.state and request.state not in shown.STATES:
-            raise InvalidValue("state", request.state, one_of(request.state, shown.STATES))
+            raise InvalidValue("state", request.state, one_of(request.state, (*shown.STATES, COMMITTED)))
         return shown.trajectories(self._core.state, self._buffer, request)
 
     async def ShowTrajectory(self, request: pb.ShowTrajectoryRequest, context: ServicerContext) -> pb.ShownTrajectory:
-        return shown.trajectory(self._core.state, self._buffer, request)
+        if request.tokens > shown.TOKENS_MAX:
+            raise InvalidValue("tokens", request.tokens, f"at most {shown.TOKENS_MAX}")
+        try:
+            return shown.trajectory(self._core.state, self._buffer, request)
+        except NotFound:
+            return await self._recorded.show(request)
 
     async def Migrate(self, request: pb.MigrateRequest, context: ServicerContext) -> pb.OperatorReply:
         self._core.post(on.MigrationRequested(request.trajectory_id, request.target_worker))

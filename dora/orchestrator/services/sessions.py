@@ -23,8 +23,9 @@ from dora.orchestrator.rollout.responses.session_paths import places, shift_of
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.orchestrator.rollout.responses.turn_order import TurnLimits, TurnOrder, check_line
 from dora.orchestrator.rollout.telemetry import Telemetry
+from dora.orchestrator.rollout.window_wait import OPENED
 from dora.orchestrator.services.capabilities import Capabilities
-from dora.orchestrator.services.opening import OPENED, Opening
+from dora.orchestrator.services.opening import Opening
 from dora.orchestrator.services.turn_request import check_repeated
 from dora.prompts.check import check_name
 from dora.rpc import dora_pb2 as pb

@@ -1,14 +1,16 @@
 """Trajectories that are not committed, for operators: a list, and one with its tokens. Changes nothing."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Final
 
 import numpy as np
 
 from dora.core.state import GroupStatus, RequestStatus, State
-from dora.errors import InvalidValue, NotFound
+from dora.core.table import Column
+from dora.data.types import Segment
+from dora.errors import NotFound
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc import dora_pb2 as pb
@@ -36,9 +38,7 @@ def trajectories(state: State, buffer: ResponseBuffer, request: pb.TrajectoriesR
 
 
 def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
-    """Raises NotFound for one that is unknown or committed, and InvalidValue for too many tokens."""
-    if request.tokens > TOKENS_MAX:
-        raise InvalidValue("tokens", request.tokens, f"at most {TOKENS_MAX}")
+    """Raises NotFound for one that is unknown or committed."""
     response = buffer.get(request.trajectory_id)
     if response is None or request.trajectory_id not in state.request_row:
         raise NotFound("trajectory_id", request.trajectory_id, "a trajectory that is admitted and not committed")
@@ -54,31 +54,41 @@ def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryR
         reward_components=reward.components if reward else {},
         verifier_log=reward.log[:LOG_MAX] if reward else "",
         turn_rewards=reward.turns if reward else {},
-        worker_history=[
-            pb.Segment(worker=worker, first_token=first, last_token=last, arrival=arrival, version=version)
-            for worker, first, last, arrival, version in response.worker_history()[-PARTS_MAX:]
-        ],
+        worker_history=segments(response.worker_history()),
         arrivals=[
             pb.ShownArrival(at=start.at, left_at=start.left_at) for start in response.segment_starts[-PARTS_MAX:]
         ],
         turns=list(_turns(response))[-PARTS_MAX:] if response.is_session else [],
-        **_tokens(response, request.first_token, request.tokens or TOKENS_DEFAULT),
+        **tokens_of(response.prompt_ids(), response.tokens, response.logprobs, _is_sampled(response), request),
     )
 
 
-def _tokens(response: ResponseState, first: int, count: int) -> dict[str, Any]:
-    prompt, tokens = response.prompt_ids(), response.tokens
-    chosen = slice(first, first + count)
-    is_sampled = np.ones(len(tokens), np.uint8)
+def segments(history: Sequence[Segment]) -> list[pb.Segment]:
+    return [
+        pb.Segment(worker=worker, first_token=first, last_token=last, arrival=arrival, version=version)
+        for worker, first, last, arrival, version in history[-PARTS_MAX:]
+    ]
+
+
+def _is_sampled(response: ResponseState) -> Column:
+    is_sampled = np.ones(len(response.tokens), np.uint8)
     for begin, end in response.input_bounds():
         is_sampled[begin:end] = 0
-    before = len(prompt)
+    return is_sampled
+
+
+def tokens_of(
+    prompt: Sequence[int], tokens: Column, logprobs: Column, is_sampled: Column, request: pb.ShowTrajectoryRequest
+) -> dict[str, Any]:
+    """The fields of a ShownTrajectory that have the tokens that the request asks for."""
+    before, first = len(prompt), request.first_token
+    chosen = slice(first, first + (request.tokens or TOKENS_DEFAULT))
     return {
         "prompt_tokens": before,
         "total_tokens": before + len(tokens),
         "first_token": first,
         "token_ids": np.concatenate([np.array(prompt, np.int32), tokens])[chosen].astype("<i4").tobytes(),
-        "logprobs": np.concatenate([np.zeros(before, np.float32), response.logprobs])[chosen].astype("<f4").tobytes(),
+        "logprobs": np.concatenate([np.zeros(before, np.float32), logprobs])[chosen].astype("<f4").tobytes(),
         "is_sampled": np.concatenate([np.zeros(before, np.uint8), is_sampled])[chosen].tobytes(),
     }
 
@@ -124,7 +134,7 @@ def _status(state: State, response: ResponseState, now: float) -> pb.TrajectoryS
         deadline_step=int(state.groups["deadline"][state.requests["group"][row]]),
         worker=owner.worker_id if owner else "",
         tokens=len(response),
-        max_tokens=response.sampling.max_tokens,
+        max_tokens=0 if response.is_session else response.sampling.max_tokens,
         age_s=now - response.started_at,
         moves=int(state.requests["moves"][row]),
         handoff=handoff.phase.name if handoff else "",

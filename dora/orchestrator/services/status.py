@@ -23,6 +23,7 @@ from dora.orchestrator.services.draining import Draining
 from dora.orchestrator.services.evaluation import Evaluating
 from dora.rpc import dora_pb2 as pb
 from dora.system.awake import awake_s
+from dora.system.log_lines import LastWarnings
 
 MOVES_TOLD: Final = 1024  # in one status, the latest
 _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
@@ -64,6 +65,7 @@ class ServiceStatus:
 
     def __post_init__(self) -> None:
         self.tier: KvTier | None = None
+        self.warnings = LastWarnings()
         self.started_s = awake_s()
 
     def news(self) -> News:
@@ -74,6 +76,7 @@ class ServiceStatus:
         """``news`` None: with all steps that are kept, and without moves."""
         state, position = self._core.state, self._feed.position
         window, hosts = state.window, self._hosts.statuses()
+        step_s, agents_wait_s = self._telemetry.latest_s()
         return pb.Status(
             model=model,
             uptime_s=awake_s() - self.started_s,
@@ -109,8 +112,19 @@ class ServiceStatus:
             pools=self._pools(hosts),
             hosts=hosts,
             evaluations=self._evaluating.statuses(),
-            dp_groups_to_add=self._telemetry.groups_to_add(sum(not w.draining for w in state.workers.values())),
+            dp_groups_to_add=self.workers_to_add(),
+            window_wait=self._trainers.window_wait(),
+            prompts_total=self._feed.total,
+            warnings=[pb.LogLine(at=at, level=level, text=text) for at, level, text in tuple(self.warnings.lines)],
+            step_s=step_s,
+            agents_wait_s=agents_wait_s,
         )
+
+    def workers_to_add(self) -> int | None:
+        """The advice of the latest steps, but none while a step waits for agents."""
+        if (wait := self._trainers.window_wait()) is not None and wait.waits_for == "agents":
+            return 0
+        return self._telemetry.groups_to_add(sum(not w.draining for w in self._core.state.workers.values()))
 
     def _adaptive_window(self) -> pb.AdaptiveWindow | None:
         adaptive, window = self._core.state.adaptive, self._config.window

@@ -102,10 +102,7 @@ class TrainerService(stubs.TrainerServicer):
     async def _attach(self, request: pb.AttachRequest) -> pb.AttachReply:
         presence, store = self._trainers.presence, self._store
         name = request.client_name
-        if not name.isprintable() or len(name) > CLIENT_NAME_MAX:
-            raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MAX} characters")
-        if len(request.client_id) > CLIENT_ID_MAX:
-            raise InvalidValue("client_id", f"{len(request.client_id)} bytes", f"at most {CLIENT_ID_MAX} bytes")
+        _check_client(request)
         self._config.check_groups_per_step(request.groups_per_step, "groups_per_step")
         async with self._changing:
             lapsed = self._core.state.lease.lapsed
@@ -141,6 +138,8 @@ class TrainerService(stubs.TrainerServicer):
         self, request: pb.KeepAliveRequest, context: ServicerContext
     ) -> AsyncIterator[pb.KeepAliveReply]:
         self._check_epoch(request.trainer_epoch)
+        _check_client(request)
+        self._trainers.presence.known(request.client_name, request.client_id)
         with self._trainers.presence.staying() as superseded:
             yield pb.KeepAliveReply()
             await superseded.wait()
@@ -304,6 +303,15 @@ class TrainerService(stubs.TrainerServicer):
         except Conflict as error:
             why = self._trainers.presence.taken_over()
             raise Conflict("trainer_epoch", trainer_epoch, str(self._epoch), why=why) from error
+        self._trainers.presence.known()
+
+
+def _check_client(request: pb.AttachRequest | pb.KeepAliveRequest) -> None:
+    name = request.client_name
+    if not name.isprintable() or len(name) > CLIENT_NAME_MAX:
+        raise InvalidValue("client_name", name, f"printable, of at most {CLIENT_NAME_MAX} characters")
+    if len(request.client_id) > CLIENT_ID_MAX:
+        raise InvalidValue("client_id", f"{len(request.client_id)} bytes", f"at most {CLIENT_ID_MAX} bytes")
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable
+from colorsys import rgb_to_hsv
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 from typer.testing import CliRunner
 
@@ -45,7 +48,7 @@ from dora.ops.view.service import (
     workers_table,
 )
 from dora.ops.view.simulation import report_table
-from dora.ops.view.tables import WIDEST, Column, Note, Sheet, abbreviated, short_words
+from dora.ops.view.tables import VERSION_STYLES, WIDEST, Column, Note, Sheet, abbreviated, short_words
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
 from dora.rpc import dora_pb2 as pb
 from tests.unit.cli.service import STATUS
@@ -121,6 +124,9 @@ def extreme(**changes: Any) -> pb.Status:
         state="rejected",
         reason="the logprobs of the canary differ " * 9,
     )
+    status.window_wait.waits_for, status.window_wait.reason = "agents", f"session g{10**9}.0 of group " + LONG * 4
+    status.prompts_total, status.step_s, status.agents_wait_s = LARGE, 1e6, 1e6
+    status.warnings.add(at=1e9, level="error", text="the\x1b[2J disk " * 20)
     metrics = {f"{'m' * 124}{number:03}": 1e-12 * number for number in range(120)} | {"loss": float("nan")}
     status.steps.add(step=LARGE, mean_reward=-1e300, tokens=LARGE, took_s=1e6, waited_s=1e6, metrics=metrics)
     return status
@@ -163,6 +169,23 @@ def test_the_trajectories_fit() -> None:
     assert all(heading in text for heading in ("deadline", "age", "moves")) and "1 of 256" in text
     text = check(trajectories_table(trajectories(1000), 100_000))
     assert "A wider terminal also shows: " in text and "g1000000000.999" in text
+
+
+def test_a_session_has_the_tokens_of_all_its_turns_and_no_maximum_of_one() -> None:
+    rows = [pb.TrajectoryStatus(trajectory_id=f"g{n}.0", tokens=25, max_tokens=most) for n, most in enumerate((0, 96))]
+    shown = printed(trajectories_table(rows, 2), 120)
+    assert re.search(r"g0\.0 .* 25 ", shown) and "25/96" in shown and "25/0" not in shown
+
+
+@pytest.mark.parametrize("system", [ColorSystem.STANDARD, ColorSystem.EIGHT_BIT, ColorSystem.TRUECOLOR])
+def test_no_version_has_the_red_of_what_is_lost(system: ColorSystem) -> None:
+    """In any terminal, and no two that follow each other are alike."""
+    styles = [Style.parse(each) for each in VERSION_STYLES]
+    grounds = [style.bgcolor.downgrade(system).get_truecolor() for style in styles if style.bgcolor is not None]
+    assert len(grounds) == len(styles)
+    for ground, following in zip(grounds, [*grounds[1:], grounds[0]], strict=True):
+        hue, _, _ = rgb_to_hsv(*(part / 255 for part in ground))
+        assert 35 <= 360 * hue <= 325 and ground != following
 
 
 def test_the_least_important_columns_go_first_and_a_wide_terminal_shows_all() -> None:

@@ -37,6 +37,7 @@ class TrajectoryState(StrEnum):
     IDLE = "idle"
     FINISHED = "finished"
     LEASED = "leased"
+    COMMITTED = "committed"
 
 
 def status(
@@ -93,7 +94,10 @@ def _list(name: str, address: str, token: str | None, as_json: bool) -> None:
 def trajectories(
     state: Annotated[
         TrajectoryState | None,
-        typer.Option(metavar="STATE", help="Only those waiting, running, moving, parked, finished or leased."),
+        typer.Option(
+            metavar="STATE",
+            help="Only those waiting, running, moving, parked, finished or leased; or committed ones of the record.",
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, metavar="N", help="Maximum number to list.")] = 100,
     shown: Annotated[

@@ -24,9 +24,11 @@ export function partColour(part) {
   return `hsl(${hue} ${chroma}% ${isDark && !chroma ? light - 22 : light}%)`;
 }
 
-// Neighbouring versions differ most: a golden angle apart. `strength`: 1 full, 0.45 pale.
+// Neighbouring versions differ most: a golden section apart, between orange and purple, as red means lost.
+export const versionHue = (version) => 40 + ((version * 173.05 + 175) % 280);
+
+// `strength`: 1 full, 0.45 pale.
 export function versionColour(version, strength = 1) {
   if (version < 0) return colour("none");
-  const hue = Math.round((version * 137.508 + 215) % 360);
-  return `hsl(${hue} ${isDark ? 58 : 62}% ${isDark ? 56 : 47}% / ${strength})`;
+  return `hsl(${Math.round(versionHue(version))} ${isDark ? 58 : 62}% ${isDark ? 56 : 47}% / ${strength})`;
 }
