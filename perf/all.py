@@ -7,7 +7,8 @@
 
 A benchmark's figures are kept in perf/figures.jsonl as soon as it ends, with date, commit and CPU. A row is older if a
 commit after its own changed one of the paths that its benchmark measures, or if such a path was changed and not
-committed when it was measured: its benchmark is marked. Exits with 1 if a benchmark could not measure, and with --check if a row is older.
+committed when it was measured: its benchmark is marked. Exits with 1 if a benchmark could not measure, and with --check
+if a row is older.
 """
 
 import argparse

@@ -11,7 +11,7 @@ import numpy as np
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recording.eventlog import EventLog
 from dora.orchestrator.recovery.replay import Replay
 
 LEAST_S = 1e-3  # of what is left of a time without the ways there and back
@@ -129,7 +129,7 @@ class Books:
 
 def observed(log: Path, warmup: int) -> Observed:
     """Of the service whose state folder this is (``service.keep_events``). ``warmup``: steps that are not steady."""
-    records = read_log(log)
+    records = EventLog(log)
     books = Books()
     for decision in Replay(records.config, records):
         books.see(decision.now_s, decision.event, decision.commands)

@@ -1,11 +1,7 @@
-"""Event logs for tests: in a state folder, as a service keeps it, and in a file, as services of before did."""
+"""Event logs for tests, in a state folder."""
 
-import struct
 from pathlib import Path
 from typing import Self
-from zlib import crc32
-
-import msgpack
 
 from dora.config import Config
 from dora.core import events as on
@@ -38,31 +34,3 @@ class FolderWriter:
         return self
 
     def __exit__(self, *exception: object) -> None: ...
-
-
-class FileWriter:
-    """A file."""
-
-    def __init__(self, path: Path, config: Config, *, now_s: float) -> None:
-        tree = config.model_dump_json(exclude={"service": {"token"}})
-        self._path = path
-        header = {"config": tree, "started_at": 1.8e9, "now_s": now_s}
-        path.write_bytes(struct.pack("<8sH", b"DORA-LOG", 1) + framed(msgpack.packb(header)))
-
-    def append(self, event: on.Event, now_s: float) -> None:
-        body = msgpack.packb((now_s, *event_to_fields(event)), unicode_errors="surrogatepass")
-        with self._path.open("ab") as stream:
-            stream.write(framed(body))
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def framed(body: bytes) -> bytes:
-    """A record of a file."""
-    checked = struct.pack("<II", len(body), crc32(body))
-    return checked + struct.pack("<I", crc32(checked)) + body

@@ -123,7 +123,7 @@ class Session:
         return turn
 
     async def _whole(self, given_token_ids: Sequence[int], request: pb.TurnRequest) -> Turn:
-        """Asks a turn, which becomes the session's last one. An older service sends it in pieces."""
+        """Asks a turn, which becomes the session's last one."""
         parts: list[Turn] = []
         async with aclosing(self._pieces(request)) as pieces:
             async for piece in pieces:

@@ -25,7 +25,7 @@ from dora.rpc.errors import ServiceUnavailable
 log = logging.getLogger("dora.client")
 
 ENDED = "step %d has no groups: the service at %s admits no more prompts (%s)"
-UNSAID = "they have ended, or it is draining; to train further, start a new service"  # of an older service
+UNSAID = "they have ended, or it is draining; to train further, start a new service"
 
 
 class Trainer(TrainerSession):

@@ -23,7 +23,6 @@ from dora.config.reading import (
     overrides_of,
     settings_tree,
     tree_of,
-    upgraded,
     validated,
     value_at,
 )
@@ -66,7 +65,6 @@ __all__ = [
     "overrides_of",
     "settings_tree",
     "tree_of",
-    "upgraded",
     "validated",
     "value_at",
 ]

@@ -271,14 +271,6 @@ class ServiceConfig(Section):
     )
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _event_log_is_gone(cls, tree: Any) -> Any:
-        if isinstance(tree, Mapping) and tree.get("event_log"):
-            allowed = "left out: service.state names a folder, and with service.keep_events its log is for dora replay"
-            raise InvalidValue("service.event_log", tree["event_log"], allowed, why="is no setting any more")
-        return tree
-
 
 class TlsConfig(Section):
     """TLS of every port of the service, its workers and its hosts: none of the files named, none."""

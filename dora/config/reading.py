@@ -1,26 +1,13 @@
-"""Reads a configuration: a TOML file, overrides by dotted names, and names of older versions."""
+"""Reads a configuration: a TOML file, and overrides by dotted names."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dora.config.whole import Config
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-
-# Former names of settings in recorded event logs, with their present names; likewise for values.
-RENAMED: Final = {
-    "balance.hysteresis": "balance.dora.hysteresis",
-    "balance.level_gap": "balance.dora.level_gap",
-    "window.clip_fraction_most": "window.clip_fraction_max",
-    "window.effective_sample_least": "window.effective_sample_min",
-    "workers.outlive_s": "workers.orphan_timeout_s",
-    "workers.roll_call_s": "workers.reattach_timeout_s",
-}
-REMOVED: Final = ("service.event_log",)
-VALUES_RENAMED: Final = {"balance.predictor": {"given": "oracle"}}
-
 
 Setting = str | int | float | bool
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
@@ -76,26 +63,6 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             value = merged(below, value)
         tree[key] = value
     return tree
-
-
-def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration of an older DORA with the present names of settings and values."""
-    new = dict(tree)
-    for field, names in VALUES_RENAMED.items():
-        value = value_at(new, field)
-        if isinstance(value, str) and value in names:
-            new = merged(new, tree_of(field, names[value]))
-    for old, field in RENAMED.items():
-        value = value_at(new, old)
-        if value is not None:
-            section, name = old.split(".")
-            kept = {key: each for key, each in new[section].items() if key != name}
-            new = merged({**new, section: kept}, tree_of(field, value))
-    for old in REMOVED:
-        section, name = old.split(".")
-        if isinstance(new.get(section), Mapping):
-            new[section] = {key: each for key, each in new[section].items() if key != name}
-    return new
 
 
 def value_at(tree: Mapping[str, Any], field: str) -> Any:

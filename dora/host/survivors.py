@@ -138,7 +138,7 @@ class Survivors:
         entries = tree.items() if isinstance(tree, dict) else ()
         found = {name: known for name, entry in entries if (known := _known(entry)) is not None}
         if not isinstance(tree, dict) or len(found) < len(tree):
-            log.warning("%s is damaged, or of an older DORA: not every process in it is adopted", self._file)
+            log.warning("%s is damaged, or of another release: not every process in it is adopted", self._file)
         return found
 
 

@@ -176,7 +176,7 @@ class Compaction:
         others: list[LogRecord] = []
         held = 0
         for _, body in frames.records(segment, share.end):
-            record = self._alive(records.decoded(body, segment.schema))
+            record = self._alive(records.decoded(body))
             if record is None:
                 continue
             held += len(body)

@@ -136,17 +136,17 @@ def _segments(folder: Path, said: list[str], repairs: bool) -> list[LogSegment]:
                 path.unlink()
         else:
             said.append(f"{path}: its header is damaged, and nothing of it can be read")
-            found.append(LogSegment(path, int(path.stem), -1, -1, path.stat().st_size))
+            found.append(LogSegment(path, int(path.stem), -1, path.stat().st_size))
     return found
 
 
 def _has_records(path: Path) -> bool:
     """Returns whether a segment with a damaged header has a whole record, so that it had been written."""
-    return next(frames.records(LogSegment(path, 0, 0, frames.SCHEMA_VERSION)), None) is not None
+    return next(frames.records(LogSegment(path, 0, 0)), None) is not None
 
 
 def _ledger(path: Path, named: Path, said: list[str]) -> Ledger:
-    """Opens the ledger, or creates a new one if it is damaged or of an older DORA: the log has all of its content.
+    """Opens the ledger, or creates a new one if it is damaged or of another release: the log has all of its content.
 
     ``named``: the path for messages.
     """
@@ -157,7 +157,6 @@ def _ledger(path: Path, named: Path, said: list[str]) -> Ledger:
         ledger = Ledger(path, named)
         ledger.check()
         if ledger.version == LEDGER_VERSION:
-            ledger.upgrade()
             return ledger
         why = f"of version {ledger.version}"
     except (sqlite3.Error, ValueError) as error:
@@ -243,7 +242,7 @@ def _take(
             share.size_bytes += size_bytes
             continue
         try:
-            record = records.decoded(body, segment.schema)
+            record = records.decoded(body)
         except InvalidValue as error:
             raise error.within(f"{segment.path}: byte {offset}") from error
         count(share, record, size_bytes)

@@ -22,7 +22,8 @@ from zlib import crc32
 
 from dora.errors import InvalidValue
 
-SCHEMA_VERSION: Final = 7  # of the records' fields (records.py, upgrades.py)
+OTHER_RELEASE: Final = "finish the run under the release that began it, with `dora serve --state DIR`"
+SCHEMA_VERSION: Final = 7  # of the records' fields (records.py)
 SUFFIX: Final = ".seg"
 
 _MAGIC: Final = b"DORA-SEG"
@@ -54,7 +55,6 @@ class LogSegment:
     path: Path
     number: int
     base: int
-    schema: int
     size_bytes: int = 0
     holes: list[Hole] = field(default_factory=list)  # known once its records were read
     last_write: int = HEADER_BYTES  # offset of the last visible write
@@ -85,7 +85,7 @@ def framed(body: bytes, since_write: int) -> bytes:
 def opened(path: Path) -> LogSegment | None:
     """Opens a segment by its header; None if the header is damaged.
 
-    Raises InvalidValue for a file that is not a segment or was written by a newer DORA; OSError.
+    Raises InvalidValue for a file that is not a segment or has another schema; OSError.
     """
     with path.open("rb") as stream:
         head = stream.read(HEADER_BYTES)
@@ -95,9 +95,9 @@ def opened(path: Path) -> LogSegment | None:
     magic, schema, _, number, base = _HEADER.unpack_from(head)
     if magic != _MAGIC:
         raise InvalidValue("log", str(path), "a segment, as service.state keeps them")
-    if schema > SCHEMA_VERSION:
-        raise InvalidValue(f"{path}: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
-    return LogSegment(path, number, base, schema, size_bytes)
+    if schema != SCHEMA_VERSION:
+        raise InvalidValue(f"{path}: schema version", schema, f"{SCHEMA_VERSION}: {OTHER_RELEASE}")
+    return LogSegment(path, number, base, size_bytes)
 
 
 def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:

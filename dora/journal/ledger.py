@@ -18,7 +18,6 @@ import msgpack
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import records
-from dora.journal.frames import SCHEMA_VERSION
 from dora.journal.records import LogRecord
 
 LEDGER_VERSION: Final = 1
@@ -77,9 +76,8 @@ _VALUES: Final[dict[str, Any]] = {
     "counters": {},
     "learnt": "",
     "position": 0,
-    "schema": 1,  # of the stored records; ledgers without it have 1
 }
-_OWN: Final = ("position", "schema")  # the ledger's own values, which the log does not hold
+_OWN: Final = ("position",)  # the ledger's own value, which the log does not hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +103,7 @@ def source_of(config: str) -> str:
 
     A start with others begins its source at the first prompt.
     """
-    prompts = json.loads(config).get("prompts", "")
-    if isinstance(prompts, str):  # an older DORA's
-        prompts = {"source": prompts}
+    prompts = json.loads(config).get("prompts", {})
     shuffled = prompts.get("shuffle_seed", 0) if prompts.get("shuffle") else None
     return json.dumps([prompts.get("source"), prompts.get("split", ""), shuffled])
 
@@ -150,35 +146,12 @@ class Ledger:
         self.values: dict[str, Any] = _VALUES | {name: _unpacked(value) for name, value in rows}
         self._positions = {position for (position,) in self._database.execute("SELECT place FROM places")}
         self._is_open = False
-        if not version:
-            self._note_schema()
 
     def check(self) -> None:
         """Raises sqlite3.DatabaseError for a damaged file."""
         found = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != ("ok",):
             raise sqlite3.DatabaseError(f"the ledger is damaged: {found}")
-
-    def upgrade(self) -> None:
-        """Upgrades stored records of an older DORA to the present schema.
-
-        Raises InvalidValue if there is no upgrade, or a newer DORA wrote them.
-        """
-        schema = self.values["schema"]
-        if schema > SCHEMA_VERSION:
-            raise InvalidValue("ledger: schema version", schema, f"at most {SCHEMA_VERSION}; a newer DORA may read it")
-        if schema < SCHEMA_VERSION:
-            kept = self._database.execute("SELECT number, fact FROM groups WHERE fact IS NOT NULL").fetchall()
-            rows = [(records.encoded(records.decoded(body, schema)), number) for number, body in kept]
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.executemany("UPDATE groups SET fact = ? WHERE number = ?", rows)
-            self._note_schema()
-            self._database.execute("COMMIT")
-
-    def _note_schema(self) -> None:
-        row = ("schema", _packed(SCHEMA_VERSION))
-        self._database.execute("INSERT OR REPLACE INTO standing VALUES (?, ?)", row)
-        self.values = {**self.values, "schema": SCHEMA_VERSION}
 
     def close(self) -> None:
         self._database.close()
@@ -333,7 +306,7 @@ class Ledger:
         read = "SELECT size, fact FROM groups WHERE number = ?"
         size, body = self._database.execute(read, (record.number,)).fetchone() or (0, None)
         if body is not None:
-            admitted = records.decoded(body, SCHEMA_VERSION)
+            admitted = records.decoded(body)
             assert isinstance(admitted, records.Admitted)
             body = records.encoded(replace(admitted, number=record.new_number))
         row = (record.new_number, OPEN, body, record.number)
@@ -359,12 +332,10 @@ class Ledger:
         database.executemany("INSERT OR IGNORE INTO queued VALUES (?, NULL)", [(each,) for each in record.arrivals])
         database.execute("DELETE FROM versions")
         database.executemany("INSERT INTO versions VALUES (?, ?, ?)", record.versions)
-        if record.dropped is not None:
-            database.execute("DELETE FROM dropped")
-            database.executemany("INSERT INTO dropped VALUES (?, ?)", record.dropped)
-        if record.cancelled is not None:
-            database.execute("DELETE FROM cancelled")
-            database.executemany("INSERT INTO cancelled VALUES (?)", [(name,) for name in record.cancelled])
+        database.execute("DELETE FROM dropped")
+        database.executemany("INSERT INTO dropped VALUES (?, ?)", record.dropped)
+        database.execute("DELETE FROM cancelled")
+        database.executemany("INSERT INTO cancelled VALUES (?)", [(name,) for name in record.cancelled])
 
     # --------------------------------------------------------------------------------------------------------- reading
 
@@ -400,7 +371,7 @@ class Ledger:
         for owner in sorted(owners):
             if owner >= 0:
                 rows = self._database.execute("SELECT fact FROM groups WHERE number = ?", (owner,))
-                found += [records.decoded(body, SCHEMA_VERSION) for (body,) in rows if body is not None]
+                found += [records.decoded(body) for (body,) in rows if body is not None]
             else:
                 rows = self._database.execute("SELECT prompt FROM queued WHERE arrival = ?", (-owner,))
                 found += [records.Submitted([-owner], [_unpacked(prompt)]) for (prompt,) in rows if prompt is not None]
@@ -410,7 +381,7 @@ class Ledger:
         found = []
         read = self._database.execute("SELECT number, step, taken, fact FROM groups ORDER BY number")
         for number, step, taken, body in read:
-            record = records.decoded(body, SCHEMA_VERSION)
+            record = records.decoded(body)
             assert isinstance(record, records.Admitted)
             found.append(
                 LiveGroup(

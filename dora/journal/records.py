@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.journal.upgrades import upgraded
 
 Column = npt.NDArray[Any]
 
@@ -225,8 +224,8 @@ class Standing:
     """The small state after all records so far: the first record of each segment.
 
     ``groups``: [number, group id, size, step or -1, place in the order of taking]; other groups have ended.
-    ``dropped``: [number, line] of the latest cancelled groups, and ``cancelled`` their names; None: an older DORA did
-    not record them. ``ends``: [number, end position] of each earlier segment that exists.
+    ``dropped``: [number, line] of the latest cancelled groups, and ``cancelled`` their names. ``ends``: [number, end
+    position] of each earlier segment that exists.
     """
 
     values: dict[str, Any]
@@ -234,8 +233,8 @@ class Standing:
     arrivals: list[int]
     positions: list[int]
     versions: list[list[Any]]
-    dropped: list[list[Any]] | None
-    cancelled: list[str] | None
+    dropped: list[list[Any]]
+    cancelled: list[str]
     ends: list[list[int]]
 
 
@@ -293,12 +292,10 @@ def encoded(record: LogRecord) -> bytes:
     return packed
 
 
-def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
-    """Decodes a record. Raises InvalidValue for malformed bytes or a newer DORA's."""
+def decoded(body: bytes | memoryview) -> LogRecord:
+    """Decodes a record. Raises InvalidValue for malformed bytes."""
     try:
-        code, *values = upgraded(
-            msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS, use_list=True), schema
-        )
+        code, *values = msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS, use_list=True)
         kind = KINDS[code]
         names = _NAMES[kind]
         if len(values) != len(names):
@@ -310,9 +307,7 @@ def decoded(body: bytes | memoryview, schema: int) -> LogRecord:
             ]
         record: LogRecord = kind(*values)
     except (ValueError, TypeError, IndexError) as error:
-        raise InvalidValue(
-            "log record", repr(error), "one that this DORA knows; a newer one may have written it"
-        ) from error
+        raise InvalidValue("log record", repr(error), "one that this DORA knows") from error
     return record
 
 
@@ -330,14 +325,10 @@ def prompt_values(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(values: list[Any]) -> Prompt:
-    prompt_id, task_id, token_ids, text, group_size, sampling, verifier_json, priority, *others = values
+    prompt_id, task_id, token_ids, text, group_size, sampling, *others = values
     sampling = {name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()}
     ids = tuple(np.frombuffer(token_ids, "<i8").tolist())
-    environment = others[0] if others else ""  # older DORAs' prompts have none
-    group_size_min = others[1] if len(others) > 1 else 0  # likewise
-    return Prompt(
-        prompt_id, task_id, ids, text, group_size, sampling, verifier_json, priority, environment, group_size_min
-    )
+    return Prompt(prompt_id, task_id, ids, text, group_size, sampling, *others)
 
 
 def only(tokens: Tokens, chosen: Column) -> Tokens:

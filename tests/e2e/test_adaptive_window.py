@@ -9,7 +9,7 @@ from dora.data.run_record import TRAJECTORIES_FILE
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.invariants import violations
 from dora.ops.view.service import window_lines
-from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recording.eventlog import EventLog
 from dora.orchestrator.recovery.replay import Replay
 from tests.service import configured, running
 
@@ -47,7 +47,7 @@ async def test_the_window_follows_the_trainers_wait_and_its_signals(tiny_dense: 
         assert (last.before - last.size, "clipped fraction 50.0% is above 20.0%") == (1, last.reason)
         assert f"after step {last.step}: clipped" in list(window_lines(status))[1]
 
-    log = read_log(events)
+    log = EventLog(events)
     resized = [each for it in Replay(log.config, log) for each in it.commands if isinstance(each, do.ResizeWindow)]
     assert resized[0].size == 2 and "the trainer waited" in resized[0].reason
     assert resized[-1] == do.ResizeWindow(last.size, last.reason)

@@ -12,7 +12,7 @@ import dora
 from dora.client import Operator
 from dora.errors import NotFound
 from dora.orchestrator import starting
-from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recording.eventlog import EventLog
 from dora.orchestrator.recovery.replay import Replay, known_of
 from dora.orchestrator.runtime import Runtime
 from tests.e2e.test_service_fake import GROUPS, LONG
@@ -54,7 +54,7 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == "w0"), signal.SIGKILL)
         await training
     (runtime,) = runtimes
-    log = read_log(folder)
+    log = EventLog(folder)
     segments = b"".join(path.read_bytes() for path in (folder / "log").iterdir())
     assert log.config.service.token == "" and b"correct-horse" not in segments
     assert log.config.window == config.window and log.config.workers == config.workers

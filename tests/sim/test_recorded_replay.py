@@ -1,4 +1,4 @@
-"""Event logs that were recorded once, in small clusters with and without faults, replay to the commands of then.
+"""Events that were recorded once, in small clusters with and without faults, replay to the commands of then.
 
 Beside each log lies one CRC-32 an event, of its commands: the first event whose commands differ is named.
 """
@@ -14,7 +14,9 @@ import pytest
 
 from dora.core import commands as do
 from dora.core.policies import POLICIES
-from dora.orchestrator.recording.eventlog import read_log
+from dora.journal import frames
+from dora.journal.log import LOG_FOLDER
+from dora.orchestrator.recording.eventlog import EventLog
 from dora.orchestrator.recovery.replay import Replay
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "replay"
@@ -32,11 +34,12 @@ def checksum(commands: tuple[do.Command, ...]) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recorded_log_replays_to_the_same_commands(name: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{name}.log"
+    path = frames.path_of(tmp_path / LOG_FOLDER, 1)
+    path.parent.mkdir()
     path.write_bytes(gzip.decompress((RECORDED / f"{name}.log.gz").read_bytes()))
     packed = gzip.decompress((RECORDED / f"{name}.commands.gz").read_bytes())
     expected = struct.unpack(f"<{len(packed) // 4}I", packed)
-    log = read_log(path)
+    log = EventLog(tmp_path)
     decisions = 0
     for decision in Replay(log.config, log):
         assert not decision.failure, f"event {decision.number}: {decision.failure}"

@@ -22,7 +22,7 @@ from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.invariants import fingerprint
 from dora.ops.cli.exits import DoraGroup
 from dora.ops.cli.offline.replay import replay as replay_command
-from dora.orchestrator.recording.eventlog import read_log
+from dora.orchestrator.recording.eventlog import EventLog
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Replay, known_of, line_of
 from tests.eventlogs import FolderWriter
 from tests.refusals import refused
@@ -83,7 +83,7 @@ def small(file: Path, *more: on.Event) -> Path:
 
 
 def decisions_of(file: Path) -> list[Decision]:
-    log = read_log(file)
+    log = EventLog(file)
     return list(Replay(log.config, log))
 
 
@@ -102,7 +102,7 @@ def invoke(*arguments: object) -> Result:
 @pytest.mark.parametrize("seed", [11, 16, 25, 36])
 def test_it_comes_to_the_same_commands_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     machine = driven(tmp_path / "log", monkeypatch, seed)
-    log = read_log(tmp_path / "log")
+    log = EventLog(tmp_path / "log")
     run = Replay(log.config, log)
     assert [(decision.commands, decision.refusal) for decision in run] == machine.answers
     assert state_of(run.machine) == state_of(machine)
@@ -119,9 +119,9 @@ def test_it_is_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.Mon
     """Neither the order of sets of names nor anything else of this process is in it."""
     driven(tmp_path / "log", monkeypatch)
     script = (
-        "import sys; from pathlib import Path; from dora.orchestrator.recording.eventlog import read_log; "
+        "import sys; from pathlib import Path; from dora.orchestrator.recording.eventlog import EventLog; "
         "from dora.orchestrator.recovery.replay import Replay;"
-        "log = read_log(Path(sys.argv[1])); print(*Replay(log.config, log), sep='\\n')"
+        "log = EventLog(Path(sys.argv[1])); print(*Replay(log.config, log), sep='\\n')"
     )
     printed = {
         subprocess.run(
@@ -166,7 +166,7 @@ def test_what_ends_the_service_ends_the_replay_and_is_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place_given_back_twice(monkeypatch)
-    log = read_log(small(tmp_path / "log", on.GroupCancelled("g0", "user"), on.Tick()))
+    log = EventLog(small(tmp_path / "log", on.GroupCancelled("g0", "user"), on.Tick()))
     replayed = Replay(log.config, log)
     *_, failed = replayed
     assert (failed.number, failed.refusal, failed.commands) == (6, "", ()) and failed.chose

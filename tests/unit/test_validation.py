@@ -6,7 +6,7 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
-from dora.config import Config, CostConfig, DoraConfig, PromptsConfig, settings_tree, upgraded, validated
+from dora.config import Config, CostConfig, settings_tree, validated
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.lab.sim.scenario import Scenario
@@ -138,18 +138,6 @@ def test_no_field_and_no_value_lets_the_words_of_pydantic_out(model: type[BaseMo
                 assert error.field and error.allowed
                 assert not any(word in error.allowed for word in PYDANTIC), error
     assert refused > 300
-
-
-def test_a_configuration_of_an_older_log_is_read_by_the_names_of_today() -> None:
-    """Their own defaults, where the older DORA wrote none; what has today's names is left as it is."""
-    balance = {"policy": "dora", "predictor": "given", "hysteresis": 0.4, "level_gap": 1}
-    old = {"window": {"size": 3}, "balance": balance}
-    found = validated(upgraded(old)).balance
-    assert (found.predictor, found.dora) == ("oracle", DoraConfig(hysteresis=0.4, level_gap=1))
-    assert "hysteresis" in balance
-    assert validated(upgraded({"prompts": "tiny"})).prompts == PromptsConfig(source="tiny")
-    for tree in ({}, {"balance": {"policy": "sync", "dora": {"level_gap": 3}}}, {"balance": 3}):
-        assert upgraded(tree) == tree
 
 
 def test_a_word_may_stand_in_place_of_a_number() -> None:

@@ -151,19 +151,19 @@ class AdaptiveSize:
         if values["trial"] is not None:
             before, *pace = values["trial"]
             is_allowed = self._config.least <= before <= self._config.most
-            self._trial = _Trial(before, Pace(*pace), values.get("factor", 1.0)) if is_allowed else None
+            self._trial = _Trial(before, Pace(*pace), values["factor"]) if is_allowed else None
         self._rest_until = {size: until for size, until, _ in values["rests"]}
         self._rest_steps = {size: steps for size, _, steps in values["rests"]}
-        self._dear_until = dict(values.get("dear", ()))
+        self._dear_until = dict(values["dear"])
         times, clips, samples = values["seen"]
         self._times.extend((took_s, trained_s) for took_s, trained_s in times)
         self._clips.extend(clips)
         self._samples.extend(samples)
-        for kept, values_of in zip((self._movements, self._staleness), values.get("moved", ()), strict=False):
-            kept.extend(values_of)  # an older DORA knew none
-        self.price, *latest = values.get("priced", (0.0,))
+        for kept, values_of in zip((self._movements, self._staleness), values["moved"], strict=True):
+            kept.extend(values_of)
+        self.price, *latest = values["priced"]
         self._latest.extend(latest)
-        self._lengths = dict(values.get("lengths", ()))
+        self._lengths = dict(values["lengths"])
         self.last = None if values["last"] is None else Resize(*values["last"])
 
     def _note(self, signals: StepSignals) -> None:

@@ -127,7 +127,7 @@ class Rates:
         self.published_s, self.filled_s = (now_s - ago_s for ago_s in values["ago_s"])
         self.took_s.extend(values["took_s"])
         self.mix.restore(values["mix"])
-        self.growth = values.get("growth", self.growth)  # an older DORA knew none
+        self.growth = values["growth"]
 
     @property
     def group_work(self) -> float:

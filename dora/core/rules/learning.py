@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dora.core.state import State
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def snapshot(state: State) -> str:
@@ -40,8 +40,7 @@ def restore(state: State, text: str) -> None:
     state.freshness.restore(parts["need"], state.now_s)
     state.rates.restore(parts["rhythm"], state.now_s)
     state.predictor.restore(parts["lengths"])
-    if "pauses" in parts:  # an older DORA knew none
-        state.pauses.restore(parts["pauses"])
+    state.pauses.restore(parts["pauses"])
     if state.adaptive is not None and "adaptive" in parts:
         state.adaptive.restore(parts["adaptive"])
         state.freshness.price = state.adaptive.price

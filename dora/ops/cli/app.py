@@ -23,7 +23,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "workers",
         "watch",
         "versions",
-        "groups",
         "trajectories",
         "hosts",
         "pools",

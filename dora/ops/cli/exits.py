@@ -48,7 +48,6 @@ ASKING = frozenset(
         "status",
         "versions",
         "workers",
-        "groups",
         "pools",
         "trajectories",
         "cancel",

@@ -15,15 +15,6 @@ from dora.core import events as on
 from dora.errors import MISSING, InvalidValue
 
 EVENT_KINDS: Final[dict[str, type]] = {kind.__name__: kind for kind in get_args(on.Event)}
-RENAMED: Final = {  # kinds by their names in older logs
-    "VersionGone": "VersionUnavailable",
-    "TurnAsked": "TurnRequested",
-    "DrainAsked": "DrainRequested",
-    "EvaluationAsked": "EvaluationRequested",
-    "MigrateAsked": "MigrationRequested",
-    "GroupAsked": "GroupRequested",
-    "RebalanceAsked": "RebalanceRequested",
-}
 
 
 def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
@@ -32,7 +23,6 @@ def event_to_fields(event: on.Event) -> tuple[str, dict[str, Any]]:
 
 def event_from_fields(kind: str, values: dict[str, Any]) -> on.Event:
     """Returns the event. Raises InvalidValue for a kind, field or type that this DORA does not know."""
-    kind = RENAMED.get(kind, kind)
     if kind not in EVENT_KINDS:
         raise InvalidValue("kind", kind, f"one of {', '.join(EVENT_KINDS)}; a newer DORA may have written it")
     event: on.Event = typed(EVENT_KINDS[kind], values, kind)

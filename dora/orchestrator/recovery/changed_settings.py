@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from dora.config import Config, upgraded, validated, value_at
+from dora.config import Config, validated, value_at
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal.finding import Found
@@ -48,7 +48,7 @@ def check_changes(before: Config, now: Config, found: Found, folder: str) -> Non
 
 
 def settings_before(found: Found) -> Config:
-    return validated(upgraded(json.loads(found.ledger.values["config"])))
+    return validated(json.loads(found.ledger.values["config"]))
 
 
 def pinned(groups: Sequence[LiveGroup], before: Config, now: Config) -> list[LiveGroup]:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from dora.config import WindowConfig, upgraded, validated
+from dora.config import WindowConfig, validated
 from dora.core import events as on
 from dora.data.run_record import CancelledGroup
 from dora.data.trajectory import TrajectoryGroup
@@ -53,7 +53,7 @@ def _pinned(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
 
     That precedes the new configuration in the log, so no prefix of the log lacks it.
     """
-    now = validated(upgraded(json.loads(config)))
+    now = validated(json.loads(config))
     changed = {group.number: group for group in pinned(found.groups, settings_before(found), now)}
     for group in changed.values():
         journal.note(admitted_again(group))

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -68,8 +67,7 @@ class RecordQueue:
     def evaluations(self) -> Iterator[Evaluated]:
         """Yields those that the record had at the start."""
         for tree in () if self._recorder is None else self._recorder.evaluations:
-            with suppress(KeyError):  # the line is of an older DORA
-                yield Evaluated.from_json_dict(tree)
+            yield Evaluated.from_json_dict(tree)
 
     def delivered(self, group: TrajectoryGroup) -> None:
         if self._recorder is not None:

@@ -33,11 +33,11 @@ def test_versions_prints_the_newest_first_and_json(address: str) -> None:
 
 
 def test_workers_are_printed_by_name_and_by_version_and_as_json(address: str) -> None:
-    for command in (("workers",), ("groups",), ("versions", "--workers")):
+    for command in (("workers",), ("versions", "--workers")):
         table = at(address, *command).stdout
         for words in ("w0", "w1", "v2  to  v3", "25%", "silent for 61 s"):
             assert words in table
-    by_version = json.loads(at(address, "groups", "--json").stdout)
+    by_version = json.loads(at(address, "versions", "--workers", "--json").stdout)
     assert by_version == json.loads(at(address, "versions", "--workers", "--json").stdout)
     rows = json.loads(at(address, "workers", "--json").stdout)["workers"]
     assert sorted(row["worker_id"] for row in by_version["groups"]) == [row["worker_id"] for row in rows]

@@ -355,7 +355,7 @@ def test_serve_on_a_busy_port_is_a_bad_value(address: str, tiny_dense: Path) -> 
     assert "--listen" in failed.stderr and address in failed.stderr
 
 
-@pytest.mark.parametrize("arguments", [("-h",), ("groups", "-h"), ("simulate", "-h"), ("simulate", "sweep", "-h")])
+@pytest.mark.parametrize("arguments", [("-h",), ("workers", "-h"), ("simulate", "-h"), ("simulate", "sweep", "-h")])
 def test_a_short_h_is_the_help_everywhere(arguments: tuple[str, ...]) -> None:
     result = dora(*arguments)
     assert result.exit_code == ExitCode.OK

@@ -16,7 +16,6 @@ ARGUMENTS: Final[dict[str, Sequence[str]]] = {  # with which each command succee
     "status": (),
     "versions": (),
     "workers": (),
-    "groups": (),
     "pools": (),
     "hosts": (),
     "trajectories": (),

@@ -1,14 +1,11 @@
 """The log and its ledger: what was told is found again, after a stop, a crash, compaction, disk faults, damage."""
 
 import shutil
-import sqlite3
 import tracemalloc
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -19,7 +16,6 @@ from dora.journal import log as journal_log
 from dora.journal.content import Content
 from dora.journal.finding import LEDGER_FILE, find
 from dora.journal.log import LOG_FOLDER, Sizes
-from dora.journal.upgrades import upgraded
 from tests.abuse.full import files_up_to
 from tests.refusals import refused
 from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
@@ -266,8 +262,7 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
         (path, offset)
         for path in segments(tmp_path)
         for offset, body in frames.records(segment_of(path))
-        if isinstance(record := records.decoded(body, frames.SCHEMA_VERSION), records.Tokens)
-        and live & set(record.numbers.tolist())
+        if isinstance(record := records.decoded(body), records.Tokens) and live & set(record.numbers.tolist())
     )
     flip(first, at=offset + 40)
     found = find(tmp_path)
@@ -341,16 +336,18 @@ async def test_a_damaged_ledger_is_made_anew(tmp_path: Path) -> None:
     found.ledger.close()
 
 
-async def test_what_is_no_segment_and_a_newer_one_are_refused(tmp_path: Path) -> None:
+async def test_what_is_no_segment_and_those_of_another_schema_are_refused(tmp_path: Path) -> None:
+    """With the command that finishes the run under the release that began it."""
     await recorded(tmp_path)
     newest = segments(tmp_path)[-1]
     content = bytearray(newest.read_bytes())
-    newer = bytearray(frames.header(9, 0))
-    newer[8] = frames.SCHEMA_VERSION + 1
-    newer[-4:] = crc(newer[:-4])
-    newest.write_bytes(newer + content[frames.HEADER_BYTES :])
-    with refused(InvalidValue, value=frames.SCHEMA_VERSION + 1, names=(str(frames.SCHEMA_VERSION),)):
-        find(tmp_path)
+    for schema in (1, frames.SCHEMA_VERSION + 1):
+        changed = bytearray(frames.header(9, 0))
+        changed[8] = schema
+        changed[-4:] = crc(changed[:-4])
+        newest.write_bytes(changed + content[frames.HEADER_BYTES :])
+        with refused(InvalidValue, value=schema, names=(str(frames.SCHEMA_VERSION), "dora serve --state")):
+            find(tmp_path)
     other = bytearray(frames.header(9, 0))
     other[:8] = b"SOMEBODY"
     other[-4:] = crc(other[:-4])
@@ -366,67 +363,10 @@ def crc(body: bytes | bytearray) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- facts
 
 
-def test_facts_of_an_older_schema_are_upgraded_step_by_step() -> None:
-    upgrades = {1: lambda values: [*values, "b"], 2: lambda values: [values[0], "c", *values[1:]]}
-    assert upgraded([0, "a"], 1, upgrades, to=3) == [0, "c", "a", "b"]
-    assert upgraded([0, "a"], 3, upgrades, to=3) == [0, "a"]
-    with refused(InvalidValue, field="log: schema version", value=0):
-        upgraded([0], 0, upgrades, to=3)
-
-
-@pytest.mark.parametrize(("schema", "newer"), [(1, 3), (2, 1), (3, 0)])
-async def test_a_log_of_an_older_schema_is_carried_on(tmp_path: Path, schema: int, newer: int) -> None:
-    """Standing did not say then what was cancelled, which its own facts in the log do, or where segments end. Tokens
-    knew no turns and no prompt logprobs.
-
-    ``newer``: how many of Standing's fields that schema does not have.
-    """
-    _, log = opened(tmp_path, replace(SMALL, segment_bytes=1 << 20))
-    told = Incarnation(log.append, Known())
-    told.step()
-    log.append(records.PromptsWithdrawn([], [], ["a"]))
-    await log.close()
-    (segment,) = segments(tmp_path)
-    content = bytearray(frames.header(1, 0))
-    content[8] = schema
-    content[-4:] = crc(content[:-4])
-    for _, body in list(frames.records(segment_of(segment))):
-        values = msgpack.unpackb(body, strict_map_key=False)
-        lacking = {records.Standing: newer, records.Tokens: 3, records.Verdict: 1}.get(
-            records.kind_of(body) or object, 0
-        )
-        old = msgpack.packb(values[: len(values) - lacking])
-        content += frames.framed(old, 0) + old
-    segment.write_bytes(content)
-    forget_ledger(tmp_path)
-    found, log = opened(tmp_path)
-    check(found, told.known)
-    assert found.ledger.cancelled() == ["a"]
-    await log.close()
-
-
-async def test_what_a_ledger_keeps_is_read_under_the_schema_that_it_came_in(tmp_path: Path) -> None:
-    """One that does not say its schema is of the first."""
-    told = await recorded(tmp_path)
-    with closing(sqlite3.connect(tmp_path / LEDGER_FILE, isolation_level=None)) as database:
-        database.execute("DELETE FROM standing WHERE name = 'schema'")
-    for _ in range(2):
-        found = find(tmp_path)
-        assert found.said == [] and found.ledger.values["schema"] == frames.SCHEMA_VERSION
-        check(found, told)
-        found.ledger.values["schema"] = 0
-        with refused(InvalidValue, field="log: schema version", value=0):
-            found.ledger.upgrade()
-        found.ledger.values["schema"] = 9
-        with refused(InvalidValue, field="ledger: schema version", value=9, names=(str(frames.SCHEMA_VERSION),)):
-            found.ledger.upgrade()
-        found.ledger.close()
-
-
 @pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\x92\x00\x01", b"\xc0", b"\x93\x06\x01\x02"])
 def test_what_is_no_fact_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidValue):
-        records.decoded(body, frames.SCHEMA_VERSION)
+        records.decoded(body)
 
 
 def test_every_kind_of_fact_comes_back() -> None:
@@ -457,7 +397,7 @@ def test_every_kind_of_fact_comes_back() -> None:
     assert {type(record) for record in told} | {records.Tokens} == set(records.KINDS)
     for record in told:
         body = records.encoded(record)
-        assert records.decoded(body, frames.SCHEMA_VERSION) == record and records.kind_of(body) is type(record)
+        assert records.decoded(body) == record and records.kind_of(body) is type(record)
     assert records.prompt_of(prompt) == Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2)
 
 
@@ -487,7 +427,7 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
     assert both.routed_bytes.tolist() == [0, 0, 0, 0, 4] and both.ends.tolist() == [0, 1, 0, 1, 0]
     assert both.segment_starts == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
     assert both.prompt_logprobs == [[0, b"0123"], [2, b"01234567"], [4, b"01234567"]]
-    back = records.decoded(records.encoded(both), frames.SCHEMA_VERSION)
+    back = records.decoded(records.encoded(both))
     assert isinstance(back, records.Tokens) and back.prompt_logprobs == both.prompt_logprobs
     assert records.kind_of(records.encoded(both)) is records.Tokens
     assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]

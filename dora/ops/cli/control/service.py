@@ -63,11 +63,6 @@ def versions(
     _list("groups" if workers else "versions", address, token, as_json)
 
 
-def groups(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
-    """List the workers by version, like `dora versions --workers`. (A worker is one DP group.)"""
-    _list("groups", address, token, as_json)
-
-
 def workers(address: AddressOption = DEFAULT_ADDRESS, token: TokenOption = None, as_json: JsonOption = False) -> None:
     """List the workers by name: version, state, requests, KV use, tokens/s."""
     _list("workers", address, token, as_json)
@@ -293,7 +288,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (status, "dora status --address 127.0.0.1:7070"),
     "versions": (versions, "dora versions --json"),
     "workers": (workers, "dora workers --address 127.0.0.1:7070"),
-    "groups": (groups, "dora groups --json"),
     "pools": (pools, "dora pools --json"),
     "hosts": (hosts, "dora hosts --json"),
     "trajectories": (trajectories, "dora trajectories --show g12.0 --record out/demo/record"),

@@ -45,14 +45,14 @@ def replay(
     If a bug in the core ended the service, the replay ends at the same event, and the command exits with 1.
     """
     from dora.orchestrator.plugins import load_strategies
-    from dora.orchestrator.recording.eventlog import read_log
+    from dora.orchestrator.recording.eventlog import EventLog
     from dora.orchestrator.recovery.replay import Replay
 
     load_strategies()
     if last is not None and last < first:
         raise InvalidValue("--to", last, f"at least --from, {first}")
     kinds = _kinds(only)
-    log = read_log(file)
+    log = EventLog(file)
     events = sum(1 for _ in islice(log, last))  # refuses a damaged log before printing anything
     if log.torn_bytes:
         stderr().print(f"dora: {file}: the last {log.torn_bytes} bytes are incomplete (crash)", soft_wrap=True)
