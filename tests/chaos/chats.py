@@ -133,7 +133,8 @@ class Chat:
         """Opens the session itself, and calls by its key from then on."""
         while True:
             with suppress(*AGAIN):
-                status, reply = await _posted(f"{self._url}/sessions", {"group": self.name, "size": 1}, {})
+                group = {"group": self.name, "size": 1, "sampling": {"ignore_eos": True}}
+                status, reply = await _posted(f"{self._url}/sessions", group, {})
                 if status == 200:
                     (session,) = reply["sessions"]
                     self._session_id = session["id"]
