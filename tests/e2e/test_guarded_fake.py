@@ -154,20 +154,18 @@ async def test_a_client_outlives_the_certificate_with_which_it_connected(
     tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cluster(tmp_path / "tls")
-    own = another(folder, "operator", tmp_path / "operator", ends_s=3.0)
-    async with (
-        running(configured(tiny_dense, **IDLE, tls__folder=str(folder / "service"))) as handle,
-        Operator(handle.address, tls=own) as operator,
-    ):
-        watching = operator.watch(period_ms=50)
-        await anext(watching)
-        with refused(Unauthenticated, field="certificate"):
-            while True:  # on the same connection, until the certificate has ended
-                await operator.status()
-        monkeypatch.setattr(proven, "LOOK_S", 0.0)
-        another(folder, "operator", tmp_path / "operator")
-        await operator.status()
-        await anext(watching)
+    async with running(configured(tiny_dense, **IDLE, tls__folder=str(folder / "service"))) as handle:
+        own = another(folder, "operator", tmp_path / "operator", ends_s=5.0)  # while it connects, on a busy machine
+        async with Operator(handle.address, tls=own) as operator:
+            watching = operator.watch(period_ms=50)
+            await anext(watching)
+            with refused(Unauthenticated, field="certificate"):
+                while True:  # on the same connection, until the certificate has ended
+                    await operator.status()
+            monkeypatch.setattr(proven, "LOOK_S", 0.0)
+            another(folder, "operator", tmp_path / "operator")
+            await operator.status()
+            await anext(watching)
 
 
 async def read(handle: ServiceHandle, own: Tls, page: str, token: str = "") -> tuple[int, str]:
