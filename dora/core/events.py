@@ -229,7 +229,7 @@ class TokensReported:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``TokensReported`` by request ids, for people, simulated workers and older logs."""
+    """``TokensReported`` by request ids, for people and simulated workers."""
 
     worker_id: str
     epoch: int

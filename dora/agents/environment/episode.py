@@ -122,8 +122,9 @@ class Episodes:
         try:
             async with self.starting:
                 warm = None if self.pool is None or alone is not None else self.pool.take()
-                environment = alone or warm or self.make()
-                environments[:] = [environment]
+                if not environments:
+                    environments.append(self.make() if warm is None else warm)
+                (environment,) = environments
                 if isinstance(environment, Remote):
                     await environment.enter()  # the start of a process is not the session's time
                 chat = await left.run(start(environment, warm is not None))

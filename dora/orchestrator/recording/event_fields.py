@@ -1,7 +1,6 @@
 """Converts events to plain values for msgpack, and back.
 
-Fields go by name, so that older logs stay readable after events have grown: a missing field takes its default. An
-unknown field is an error, because a replay would differ.
+Fields go by name: a missing field takes its default. An unknown field is an error, because a replay would differ.
 """
 
 from dataclasses import MISSING as NO_DEFAULT
