@@ -126,15 +126,15 @@ def _cpu() -> str:
 def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures, and when and where the benchmark of each was measured."""
     lines = ["| name | number | bar | benchmark |", "|---|---|---|---|"]
-    measured = ["| benchmark | date | commit | CPU |", "|---|---|---|---|"]
+    measurements = ["| benchmark | date | commit | CPU |", "|---|---|---|---|"]
     for benchmark in BENCHMARKS:
         row = rows.get(benchmark.name, {"figures": {}})
         for figure in benchmark.figures:
             number, bar = _cells(figure, row["figures"].get(figure.title))
             lines.append(f"| {figure.title} | {number} | {bar} | `{benchmark.name}` |")
         commit = f"{row['commit']}{OLDER}" if row["figures"] and is_older(benchmark, row) else row.get("commit", "-")
-        measured.append(f"| `{benchmark.name}` | {row.get('date', '-')} | {commit} | {row.get('cpu', '-')} |")
-    return "\n".join([*lines, "", *measured])
+        measurements.append(f"| `{benchmark.name}` | {row.get('date', '-')} | {commit} | {row.get('cpu', '-')} |")
+    return "\n".join([*lines, "", *measurements])
 
 
 def _cells(figure: Figure, value: float | None) -> tuple[str, str]:

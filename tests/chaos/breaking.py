@@ -10,11 +10,11 @@ from typing import Any, Final
 from dora.agents.environment import End, Messages, Reply, Task
 from dora.data.trajectory import Trajectory
 from tests.session_audit import digest, spans
+from tests.session_script import turns_of
 
 ENVIRONMENT: Final = f"{__name__}:Breaking"
 SHARE: Final = 0.15  # of the submitted prompts
 BREAKS_SHARE: Final = 0.2  # of those
-TURNS: Final = (2, 4)
 CODE_MOST_S: Final = 10.0  # that the code of one session may take; then its process is started again
 
 
@@ -30,10 +30,6 @@ def as_breaking(row: dict[str, Any], breaks: Path) -> dict[str, Any]:
     """
     own = {"prompt": "", "environment": ENVIRONMENT, "verifier": {"breaks": str(breaks)}}
     return {name: value for name, value in row.items() if name != "messages"} | own
-
-
-def turns_of(prompt_id: str) -> int:
-    return random.Random(f"breaking turns {prompt_id}").randint(*TURNS)
 
 
 class Breaking:

@@ -12,6 +12,7 @@ ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
 PHASES: Final = ("PLANNED", "RESERVED", "COPYING", "FROZEN", "COMMITTED")
 COMMIT_MOMENTS: Final = ("taking", "committing", "publishing", "published", "loading")
 TOOL_TIME: Final = "tool time"  # a session waits for its environment
+LONGER_THAN_SILENCE: Final = "longer than a worker may be silent"
 POOLED_TOOL_TIME: Final = "tool time in a pool"
 TURN: Final = "turn"  # a session's environment has asked for one
 CHAT_MOMENTS: Final = ("chat asking", "chat turn", "chat answered", "chat closing")
@@ -122,7 +123,7 @@ OTHERS: Final = (
     Fault("stop", "target", "move:RESERVED"),
     Fault("stop", "orchestrator", "decoding"),
     Fault("stop", "orchestrator", "publishing"),
-    Fault("stop", "orchestrator, longer than a worker may be silent", "decoding"),
+    Fault("stop", f"orchestrator, {LONGER_THAN_SILENCE}", "decoding"),
     Fault("stop", "environment", TOOL_TIME),
     Fault("stop", "worker, until it is lost", TOOL_TIME),
     Fault("stop", "trainer", "taking"),

@@ -10,7 +10,7 @@ from typing import Any, Final
 from tests.chaos import clock, stalling
 from tests.chaos.alarms import Alarms
 from tests.chaos.cast import Orphaned
-from tests.chaos.faults import Fault
+from tests.chaos.faults import LONGER_THAN_SILENCE, Fault
 from tests.chaos.handoffs import held, release, send, stands
 from tests.chaos.moments import Missed, come, victim_of
 from tests.chaos.rivals import Rivals
@@ -207,13 +207,13 @@ class Striker:
         try:
             if fault.how == "until it is lost":
                 await self._lost(self._workers[victim], victim)
-            elif fault.how:
+            elif fault.how == LONGER_THAN_SILENCE:
                 await asyncio.sleep(1.5 * self.world.setting.silence_s)
             else:
                 await self._held(fault, STOPPED_S)
         finally:
             release(victim)
-        if fault.how == "longer than a worker may be silent":
+        if fault.how == LONGER_THAN_SILENCE:
             await self._none_lost()
 
     async def _none_lost(self) -> None:
