@@ -38,6 +38,8 @@ async def test_generated_calls_end_nothing_and_an_honest_trainer_goes_on(
     weights = folders.stormed(tiny_dense, tmp_path, count // 10, seed=1)
     assert not failures(report, weights)
     assert sum(each.statuses["UNAUTHENTICATED"] for each in report.outcomes) > len(report.outcomes) * count // 1000
+    accepted = [each.name for each in report.outcomes if each.statuses["OK"] + each.statuses["OPEN"]]
+    assert 2 * len({*accepted} - {*REFUSED}) > len(report.outcomes) - len(REFUSED), accepted
     for each in report.outcomes:
         assert each.messages >= count and each.statuses["PERMISSION_DENIED"], each
         least = 1 if each.name in SESSIONS else count // 50
