@@ -56,7 +56,7 @@ def reports(requests: int, tokens: int, each: int) -> Iterator[records.Tokens]:
 async def told(folder: Path, given: Sequence[records.LogRecord]) -> float:
     """Seconds until the log has all of it on disk."""
     found = find(folder)
-    log = Log(folder / LOG_FOLDER, found.ledger, number=0, position=0, compaction=found.compaction)
+    log = Log(folder / LOG_FOLDER, found.durable, number=0, position=0, compaction=found.compaction)
     began_s = time.perf_counter()
     for record in given:
         log.append(record)
@@ -101,7 +101,7 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
     found = find(folder)
     part("find")
     buffer = ResponseBuffer(config.rollout, None, config.window.least)
-    resume.restore_buffer(buffer, found.groups, found.requests, found.ledger.values["next_number"])
+    resume.restore_buffer(buffer, found.groups, found.requests, found.durable.next_number)
     part("book")
     event = resume.restored(buffer, found, found.groups, config.window, time.time(), incarnation=2)
     part("event")
@@ -109,7 +109,6 @@ def restarted(folder: Path) -> tuple[float, float, dict[str, float]]:
     part("core")
     took_s = time.perf_counter() - began_s
     parts["all"] = time.process_time() - began_cpu_s
-    found.ledger.close()
     return read_s, took_s, parts
 
 

@@ -23,7 +23,7 @@ class FolderWriter:
     def write(self, record: records.LogRecord) -> None:
         body = records.encoded(record)
         with self._path.open("ab") as stream:
-            stream.write(frames.framed(body, 0) + body)
+            stream.write(frames.head(records.CODE[type(record)], body, 0) + body)
 
     def append(self, event: on.Event, now_s: float) -> None:
         self.write(records.Event(now_s, *event_to_fields(event)))

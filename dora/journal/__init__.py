@@ -1,8 +1,8 @@
-"""The journal: the durable state of a service.
+"""The journal: the durable state of a service, as one log.
 
-``log``    one log of records in segments, which a thread appends (group commit) ``ledger`` the small part that is
-queried, in SQLite; the same records, applied in order once they are durable ``finding`` opens what an earlier
-incarnation left: ledger, end of the log, tokens
+``log`` appends records to segments in a thread of its own (group commit); ``durable`` folds them into the small state,
+whose checkpoints are in the log; ``content`` collects prompts, tokens and verdicts of what is live; ``finding`` opens
+what an earlier incarnation left.
 
-The log is the truth. A service always continues from a state that some prefix of the log describes.
+A service always continues from a state that some prefix of the log describes.
 """

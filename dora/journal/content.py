@@ -1,19 +1,106 @@
-"""Collects the tokens and verdicts of live requests from the log, without per-token work."""
+"""The live content of the log: prompts, tokens and verdicts of what a durable state names as live.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Its *owners* are requests by number and, below 0, queued prompts by arrival. No work is done per token.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from dora.data.growth import members_started
+from dora.data.types import Prompt
 from dora.journal import records
-from dora.journal.compaction import LiveOwners
-from dora.journal.ledger import OPEN, LiveGroup
-from dora.journal.records import Column, Tokens, Verdict
+from dora.journal.durable import OPEN, Durable
+from dora.journal.records import Column, LogRecord, Tokens, Verdict
 
-SIFT_BYTES: Final = 64 << 20  # dead data is dropped once the kept data has doubled and grown by this much
 TOKEN: Final = np.dtype([("token_id", "<i4"), ("logprob", "<f4")])
+TOKEN_BYTES: Final = 8
+SPAN_BYTES: Final = 16  # about
+
+
+class LiveOwners:
+    def __init__(self, durable: Durable) -> None:
+        numbers = sorted(durable.groups)
+        self._firsts = np.array(numbers, np.int64)
+        self._ends = self._firsts + np.array([durable.groups[number].size for number in numbers], np.int64)
+        self._arrivals = np.array(list(durable.queued), np.int64)
+
+    def has(self, owners: Column) -> Column:
+        """Returns which owners are live: bool, one for each."""
+        alive: Column = np.isin(-owners, self._arrivals)
+        if len(self._firsts):
+            positions = np.searchsorted(self._firsts, owners, "right") - 1
+            alive |= (positions >= 0) & (owners < self._ends[positions])
+        return alive
+
+    def of(self, found: Sequence[LogRecord]) -> list[LogRecord]:
+        """Returns the live part of these records of content, which shares no memory with the rest."""
+        owners = [_owners(record) for record in found]
+        alive = self.has(np.concatenate(owners)) if owners else np.zeros(0, np.bool_)
+        ends = np.cumsum([len(each) for each in owners])[:-1]
+        kept: list[LogRecord] = []
+        for record, chosen in zip(found, np.split(alive, ends), strict=True) if owners else ():
+            if chosen.all():
+                kept.append(record)
+            elif chosen.any() and isinstance(record, Tokens):
+                kept.append(records.only(record, chosen))
+            elif chosen.any() and isinstance(record, records.Submitted):
+                pairs = [pair for pair, stays in zip(zip(record.arrivals, record.prompts), chosen) if stays]  # noqa: B905
+                kept.append(replace(record, arrivals=[a for a, _ in pairs], prompts=[p for _, p in pairs]))
+        return kept
+
+
+def owned_bytes(record: LogRecord) -> tuple[Column, Column] | None:
+    """Returns the owners of a record's bytes and the bytes of each; None if it has none."""
+    if isinstance(record, Tokens):
+        owned = record.counts.astype(np.int64) * TOKEN_BYTES + SPAN_BYTES
+        return record.numbers, owned + record.routed_bytes if len(record.routed_bytes) else owned
+    if isinstance(record, Verdict):
+        return _owners(record), np.array([64 + len(record.log)])
+    if isinstance(record, records.Admitted):
+        return _owners(record), np.array([_prompt_bytes(record.prompt)])
+    if isinstance(record, records.Submitted):
+        return _owners(record), np.array([_prompt_bytes(each) for each in record.prompts])
+    return None
+
+
+def _owners(record: LogRecord) -> Column:
+    if isinstance(record, Tokens):
+        return record.numbers
+    if isinstance(record, records.Submitted):
+        return -np.array(record.arrivals, np.int64)
+    assert isinstance(record, Verdict | records.Admitted)
+    return np.array([record.number], np.int64)
+
+
+def _prompt_bytes(prompt: list[object]) -> int:
+    return 64 + sum(len(part) for part in prompt if isinstance(part, str | bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGroup:
+    """A group that was neither trained on nor cancelled. ``step``: the step that took it, or OPEN."""
+
+    number: int
+    group_id: str
+    prompt: Prompt
+    version: int
+    deadline: int
+    window_versions: int
+    at: float
+    rows: tuple[int, ...]
+    position: int
+    arrival: int
+    step: int
+    taken: int  # the place in the order in which steps have taken groups
+
+    def admitted(self, replaces: int = -1) -> records.Admitted:
+        """Returns a record of the group, which replaces earlier ones."""
+        prompt, rows = records.prompt_values(self.prompt), list(self.rows)
+        times = (self.version, self.deadline, self.window_versions, self.at)
+        return records.Admitted(self.number, self.group_id, prompt, *times, rows, self.position, self.arrival, replaces)
 
 
 @dataclass(slots=True)
@@ -52,33 +139,58 @@ def started(requests: Requests, group: LiveGroup, first: int) -> int:
     return members_started(size, at_once, rewards, late_has_begun)
 
 
-class LiveContent:
-    """The tokens and verdicts that a reader of the log keeps: those live at its position."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Tokens] = []
-        self.verdicts: list[Verdict] = []
-        self._sifted_bytes = 0
-
-    def add(self, tokens: Sequence[Tokens], verdicts: Sequence[Verdict], live: LiveOwners) -> None:
-        """Adds the next records of the log. ``live``: the live owners after them."""
-        self.tokens += _of_live(tokens, live)
-        self.verdicts += _said_of_live(verdicts, live)
-        if self._held_bytes() > 2 * self._sifted_bytes + SIFT_BYTES:
-            self.tokens, self.verdicts = _of_live(self.tokens, live), _said_of_live(self.verdicts, live)
-            self._sifted_bytes = self._held_bytes()
-
-    def _held_bytes(self) -> int:
-        of_tokens = sum(each.token_ids.nbytes + each.logprobs.nbytes + len(each.routed) for each in self.tokens)
-        of_prompts = sum(len(raw) for each in self.tokens for _, raw in each.prompt_logprobs)
-        return of_tokens + of_prompts + sum(len(each.log) for each in self.verdicts)
-
-
 class Content:
-    """The contents of the log up to a reader's position."""
+    """Collects the live content of a log, up to the record at which ``durable`` stands."""
 
+    def __init__(self, durable: Durable) -> None:
+        self._durable = durable
+        self._live = LiveOwners(durable)
+        self._admitted: dict[int, records.Admitted] = {}
+        self._queued: dict[int, list[Any]] = {}
+        self._tokens: list[Tokens] = []
+        self._verdicts: list[Verdict] = []
+
+    def add(self, found: Iterable[LogRecord]) -> None:
+        """Adds records in the order of the log."""
+        kinds = Tokens | Verdict | records.Admitted | records.Submitted
+        for record in self._live.of([each for each in found if isinstance(each, kinds)]):
+            if isinstance(record, Tokens):
+                self._tokens.append(record)
+            elif isinstance(record, Verdict):
+                self._verdicts.append(record)
+            elif isinstance(record, records.Admitted):
+                self._admitted[record.number] = record
+            elif isinstance(record, records.Submitted):
+                self._queued |= zip(record.arrivals, record.prompts, strict=True)
+
+    def lacking(self) -> list[str]:
+        """Returns the groups and queued prompts whose record is lost."""
+        groups = [group.group_id for number, group in self._durable.groups.items() if number not in self._admitted]
+        return [*groups, *(f"queued prompt {each}" for each in self._durable.queued if each not in self._queued)]
+
+    def groups(self) -> list[LiveGroup]:
+        """Returns the live groups, ascending by number."""
+        found = []
+        for number, (_, _, step, taken) in sorted(self._durable.groups.items()):
+            each = self._admitted[number]
+            prompt, rows = records.prompt_of(each.prompt), tuple(each.rows)
+            times = (each.version, each.deadline, each.window_versions, each.at)
+            found.append(
+                LiveGroup(number, each.group_id, prompt, *times, rows, each.position, each.arrival, step, taken)
+            )
+        return found
+
+    def queued(self) -> list[tuple[int, Prompt]]:
+        """Returns the queued prompts by arrival."""
+        return [(arrival, records.prompt_of(self._queued[arrival])) for arrival in sorted(self._durable.queued)]
+
+    def requests(self, groups: Sequence[LiveGroup]) -> Requests:
+        """Returns the requests of ``groups``, which are all live ones."""
+        return _Collector(groups).of(self._tokens, self._verdicts)
+
+
+class _Collector:
     def __init__(self, groups: Sequence[LiveGroup]) -> None:
-        """``groups``: ascending by number."""
         self._groups = groups
         self._firsts = np.array([group.number for group in groups], np.int64)
         self._sizes = np.array([len(group.rows) for group in groups], np.int64)
@@ -206,24 +318,6 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
     for turns in requests.turns.values():
         turns.sort()
     requests.routed = {position: b"".join(rows for _, rows in sorted(parts)) for position, parts in routed.items()}
-
-
-def _of_live(tokens: Sequence[Tokens], live: LiveOwners) -> list[Tokens]:
-    """Copies the live part, which shares no memory with the rest."""
-    alive = live.has(_joined([each.numbers for each in tokens], np.int64))
-    ends = np.cumsum([len(each.numbers) for each in tokens], dtype=np.int64)[:-1]
-    kept: list[Tokens] = []
-    for each, chosen in zip(tokens, np.split(alive, ends), strict=True) if tokens else ():
-        if chosen.all():
-            kept.append(each)
-        elif chosen.any():
-            kept.append(records.only(each, chosen))
-    return kept
-
-
-def _said_of_live(verdicts: Sequence[Verdict], live: LiveOwners) -> list[Verdict]:
-    alive = live.has(np.array([each.number for each in verdicts], np.int64)).tolist()
-    return [each for each, is_alive in zip(verdicts, alive, strict=True) if is_alive]
 
 
 def _repeated(*columns: Column) -> Column:

@@ -4,12 +4,12 @@
     CRC-32 of all that (u32)
 
     record:  mark (4 bytes), body_bytes (u32), bytes from the beginning of its write (u32), CRC-32 of the body (u32),
-             CRC-32 of these sixteen bytes (u32), body
+             kind (u8), CRC-32 of these bytes (u32), body
 
 All integers are little-endian. A position counts the bytes of records since the log began, over all segments. One write
 carries several records, and the next write starts once it is durable. A damaged record was therefore acknowledged
 unless it belongs to the last write, which distinguishes a crash from a disk fault. The mark lets a reader find the next
-record after a damaged one.
+record after a damaged one; the kind says what a damaged body has held.
 """
 
 import os
@@ -23,7 +23,7 @@ from zlib import crc32
 from dora.errors import InvalidValue
 
 OTHER_RELEASE: Final = "finish the run under the release that began it, with `dora serve --state DIR`"
-SCHEMA_VERSION: Final = 7  # of the records' fields (records.py)
+SCHEMA_VERSION: Final = 8  # of the records' fields (records.py)
 SUFFIX: Final = ".seg"
 
 _MAGIC: Final = b"DORA-SEG"
@@ -31,18 +31,19 @@ _HEADER: Final = struct.Struct("<8sHHQQ")
 _HEADER_SUM: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _HEADER.size + _HEADER_SUM.size
 _MARK: Final = b"\xd0\x0a\xa7\x1e"
-_HEAD: Final = struct.Struct("<4sIII")
+_HEAD: Final = struct.Struct("<4sIIIB")
 _HEAD_SUM: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _HEAD_SUM.size
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Bytes of a segment that differ from what was written."""
+    """Bytes of a segment that differ from what was written. ``code``: the kind of their record; None: unknown."""
 
     path: Path
     offset: int
     size_bytes: int
+    code: int | None = None
 
     def __str__(self) -> str:
         return f"{self.path}: {self.size_bytes} bytes at byte {self.offset}"
@@ -77,8 +78,8 @@ def header(number: int, base: int) -> bytes:
     return body + _HEADER_SUM.pack(crc32(body))
 
 
-def framed(body: bytes, since_write: int) -> bytes:
-    head = _HEAD.pack(_MARK, len(body), since_write, crc32(body))
+def head(code: int, body: bytes, since_write: int) -> bytes:
+    head = _HEAD.pack(_MARK, len(body), since_write, crc32(body), code)
     return head + _HEAD_SUM.pack(crc32(head))
 
 
@@ -100,8 +101,8 @@ def opened(path: Path) -> LogSegment | None:
     return LogSegment(path, number, base, size_bytes)
 
 
-def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
-    """Yields offset and body of each whole record in order; ``segment.holes`` has the gaps.
+def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, int, memoryview]]:
+    """Yields offset, code and body of each whole record in order; ``segment.holes`` has the gaps.
 
     ``end``: the position of the next segment; bytes behind it belong to an abandoned write.
     """
@@ -111,37 +112,42 @@ def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, 
     view = memoryview(content)
     offset = HEADER_BYTES
     while offset < size:
-        found = _record_at(view, offset, size)
+        found = _head_at(view, offset, size)
         if found is None:
-            behind = _next_record(content, view, offset + 1, size)
+            behind = _next_head(content, view, offset + 1, size)
             segment.holes.append(Hole(segment.path, offset, behind - offset))
             offset = behind
             continue
-        body_bytes, since_write = found
+        body_bytes, since_write, body_sum, code = found
         segment.last_write = offset - since_write
         body_at = offset + HEAD_BYTES
-        yield offset, view[body_at : body_at + body_bytes]
-        offset = body_at + body_bytes
+        behind = min(body_at + body_bytes, size)
+        body = view[body_at:behind]
+        if len(body) == body_bytes and crc32(body) == body_sum:
+            yield offset, code, body
+        else:
+            segment.holes.append(Hole(segment.path, offset, behind - offset, code))
+        offset = behind
 
 
-def _record_at(view: memoryview, offset: int, size: int) -> tuple[int, int] | None:
-    """Returns a record's body size and the bytes since its write began; None if there is no whole record."""
-    body_at = offset + HEAD_BYTES
-    if body_at > size:
+def _head_at(view: memoryview, offset: int, size: int) -> tuple[int, int, int, int] | None:
+    """Returns a record's body size, the bytes since its write began, its body's checksum and its code; None if no head
+    is there.
+    """
+    if offset + HEAD_BYTES > size:
         return None
-    mark, body_bytes, since_write, body_sum = _HEAD.unpack_from(view, offset)
+    mark, *found = _HEAD.unpack_from(view, offset)
     if mark != _MARK or _HEAD_SUM.unpack_from(view, offset + _HEAD.size)[0] != crc32(
         view[offset : offset + _HEAD.size]
     ):
         return None
-    if body_at + body_bytes > size or crc32(view[body_at : body_at + body_bytes]) != body_sum:
-        return None
-    return body_bytes, since_write
+    body_bytes, since_write, body_sum, code = found
+    return body_bytes, since_write, body_sum, code
 
 
-def _next_record(content: bytes, view: memoryview, offset: int, size: int) -> int:
+def _next_head(content: bytes, view: memoryview, offset: int, size: int) -> int:
     while (offset := content.find(_MARK, offset, size)) >= 0:
-        if _record_at(view, offset, size) is not None:
+        if _head_at(view, offset, size) is not None:
             return offset
         offset += 1
     return size

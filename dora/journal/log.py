@@ -1,19 +1,20 @@
 """The log: the event loop appends records, and one thread writes them to disk in batches (group commit).
 
-    append ──▶ waiting ──▶ write, fsync ──▶ durable(position) ──▶ ledger ──▶ compaction
+    append ──▶ waiting ──▶ write, fsync ──▶ Durable.apply ──▶ compaction
                  ▲ at the latest after FLUSH_S, at FLUSH_BYTES, or at once if a caller waits
+
+The thread folds what it has written into a durable state of its own. Its checkpoint begins each segment, follows every
+CHECKPOINT_BYTES, and ends the log of a service that stops.
 
 Records that cannot be written stay in memory and are written again later; ``fault`` reports the failure and, after a
 successful write, the recovery. The remains of a failed write are void: the next attempt uses a new segment, which
-records its own beginning.
+begins with a checkpoint.
 """
 
 import asyncio
 import errno
 import logging
-import math
 import os
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -25,8 +26,8 @@ from typing import Any, Final
 
 from dora.journal import frames
 from dora.journal.compaction import Compaction
-from dora.journal.ledger import Ledger, disk_fault
-from dora.journal.records import Admitted, Event, LogRecord, Tokens, Verdict, encoded
+from dora.journal.durable import Durable
+from dora.journal.records import CODE, Checkpoint, Committed, Dropped, LogRecord, encoded
 from dora.system.files import sync_folder
 
 log = logging.getLogger("dora.journal")
@@ -35,8 +36,8 @@ FLUSH_S: Final = 0.02
 FLUSH_BYTES: Final = 4 << 20
 SEGMENT_BYTES: Final = 64 << 20
 BEHIND_BYTES: Final = 128 << 20  # a disk that is so far behind is at fault: nothing more is admitted
-LEDGER_S: Final = 0.25  # the ledger may be so far behind
-LEDGER_RECORDS: Final = 1024
+CHECKPOINT_BYTES: Final = 4 << 20  # or CHECKPOINT_SHARE times the size of a checkpoint, if that is more
+CHECKPOINT_SHARE: Final = 16
 LOG_FOLDER: Final = "log"
 PARTS_MAX: Final = 1024  # that the system writes at once (IOV_MAX)
 BEHIND: Final = OSError(errno.ETIMEDOUT, f"the disk is {BEHIND_BYTES >> 20} MiB behind")
@@ -76,7 +77,7 @@ class Log:
     def __init__(
         self,
         folder: Path,
-        ledger: Ledger,
+        durable: Durable,
         *,
         number: int,
         position: int,
@@ -84,11 +85,10 @@ class Log:
         sizes: Sizes = DEFAULT_SIZES,
         fault: Told = lambda error: None,
     ) -> None:
-        """``number``: of the last existing segment, ``position`` behind it. ``fault`` is called in the event loop with
-        the reason if the log cannot be written, and with None once it can again.
+        """``durable``: the state at ``position``, the end of the last existing segment, which has ``number``. ``fault``
+        is called in the event loop with the reason if the log cannot be written, and with None once it can again.
         """
         self._folder = folder
-        self._ledger = ledger
         self._number = number
         self._sizes = sizes
         self._compaction = compaction
@@ -113,8 +113,9 @@ class Log:
         self._is_unsure = False  # the last write has failed
         self._is_removed = False  # somebody has removed the file
         self._size_bytes = 0
-        self._logged: list[LogRecord] = []  # on disk, and not in the ledger yet
-        self._applied_s = time.monotonic()
+        self._durable = Durable.from_checkpoint(durable.checkpoint())
+        self._has_ended = False  # groups have ended since the compaction knows the live ones
+        self._since_bytes = self._checkpoint_bytes = 0  # behind the last checkpoint; its size
         self._position = position
         self._written = 0  # facts that were appended
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -168,7 +169,7 @@ class Log:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
 
     async def checkpoint(self) -> Size:
-        """Writes all records, updates the ledger and deletes obsolete segments. Returns the size."""
+        """Writes all records and deletes obsolete segments. Returns the size."""
         await self.settled()
         done: asyncio.Future[Size] = self._loop.create_future()
         self._checkpoints.append(done)
@@ -219,7 +220,6 @@ class Log:
             self._call(self._fail, error)
         finally:
             self._close_file()
-            self._ledger.close()
 
     def _work(self) -> None:
         failed = False
@@ -241,6 +241,9 @@ class Log:
             if ending:
                 if self._taken:
                     log.error("the log lacks its last %d facts: they cannot be written", len(self._taken))
+                elif self._since_bytes:
+                    with suppress(OSError):
+                        self._append([self._checkpointed_state()])
                 return
 
     def _wait(self, failed: bool) -> None:
@@ -254,11 +257,10 @@ class Log:
                 if self._wanted <= self._written and self._waiting_bytes < self._sizes.flush_bytes:
                     self._changed.wait(self._sizes.flush_s)
                 return
+            elif self._compaction.works and self._sizes.compacts:
+                return
             else:
-                left_s = self._applied_s + LEDGER_S - time.monotonic()
-                if (self._logged and left_s <= 0) or (self._compaction.works and self._sizes.compacts):
-                    return
-                self._changed.wait(left_s if self._logged else None)
+                self._changed.wait()
 
     def _bring(self) -> OSError | None:
         """Writes the taken records, ``FLUSH_BYTES`` at once. Returns the reason if it failed."""
@@ -273,7 +275,8 @@ class Log:
                 self._check_there()
                 if self._file < 0 or self._size_bytes >= self._sizes.segment_bytes:
                     self._begin_segment()
-                self._append(chunk)
+                due = self._since_bytes >= max(CHECKPOINT_BYTES, CHECKPOINT_SHARE * self._checkpoint_bytes)
+                self._append([self._checkpointed_state(), *chunk] if due else chunk)
             except OSError as error:
                 self._void()
                 return error
@@ -292,12 +295,15 @@ class Log:
             self._is_removed = True
             raise OSError(errno.ENOENT, REMOVED)
 
-    def _append(self, chunk: list[tuple[bytes, LogRecord]]) -> None:
-        """Writes and syncs once; then the records count as durable. If it raises OSError, none does."""
+    def _append(self, chunk: list[tuple[bytes, LogRecord]], *, is_copy: bool = False) -> None:
+        """Writes and syncs once; then the records count as durable. If it raises OSError, none does.
+
+        ``is_copy``: of records that the log has, which change nothing.
+        """
         parts: list[bytes] = []
         size_bytes = 0
-        for body, _ in chunk:
-            parts += (frames.framed(body, size_bytes), body)
+        for body, record in chunk:
+            parts += (frames.head(CODE[type(record)], body, size_bytes), body)
             size_bytes += frames.HEAD_BYTES + len(body)
         began_s = time.monotonic()
         _write(self._file, parts)
@@ -308,15 +314,19 @@ class Log:
         self._position += size_bytes
         for body, record in chunk:
             self._compaction.count(record, frames.HEAD_BYTES + len(body))
-            if not isinstance(record, Tokens | Verdict | Event):
-                self._logged.append(record)
+            self._since_bytes += len(body)
+            if isinstance(record, Checkpoint):
+                self._since_bytes, self._checkpoint_bytes = 0, len(body)
+            elif not is_copy:
+                self._durable.apply(record)
+                self._has_ended |= isinstance(record, Committed | Dropped)
 
     def _settle(self, at_once: bool) -> OSError | None:
-        """Applies durable records to the ledger if due, and continues compaction."""
-        late = time.monotonic() - self._applied_s >= LEDGER_S or len(self._logged) >= LEDGER_RECORDS
+        """Continues compaction; ``at_once``: to its end."""
+        if self._has_ended or at_once:
+            self._has_ended = False
+            self._compaction.changed(self._durable)
         try:
-            if self._logged and (at_once or late):
-                self._apply()
             while self._compaction.works and self._sizes.compacts and self._file >= 0:
                 self._compact()
                 if not at_once:
@@ -325,63 +335,42 @@ class Log:
             return error
         return None
 
-    def _apply(self) -> None:
-        self._applied_s = -math.inf  # after a failure the next attempt is due at once
-        try:
-            self._ledger.apply(self._logged, self._position)
-        except sqlite3.Error as error:
-            raise (disk_fault(error) or error) from error
-        self._applied_s = time.monotonic()
-        self._logged.clear()
-        self._compaction.changed(*self._ledger.live_numbers())
-
     def _compact(self) -> None:
-        """Copies the next part of the chosen segment's live data, or deletes the segment.
-
-        The ledger must first have all durable records. Otherwise a group that was trained meanwhile would be copied
-        behind its commit and live again. Data that only the ledger has is written first.
-        """
-        if self._logged:
-            self._apply()
-        moved = self._ledger.asked(self._compaction.unasked) or self._latest(self._compaction.next_part())
+        """Copies the next part of the chosen segment's live data, or deletes the segment."""
+        moved = self._compaction.next_part()
         if not moved:
             self._compaction.remove()
             return
         try:
             if self._size_bytes >= self._sizes.segment_bytes:
                 self._begin_segment()
-            self._append([(encoded(record), record) for record in moved])
+            self._append([(encoded(record), record) for record in moved], is_copy=True)
         except OSError:
             self._void()
             self._compaction.give_up()
             raise
 
-    def _latest(self, moved: list[LogRecord]) -> list[LogRecord]:
-        """Returns the records, with each group's as the ledger has it: a later record of a group replaces earlier
-        ones. Never empty.
-        """
-        numbers = [record.number for record in moved if isinstance(record, Admitted)]
-        others = [record for record in moved if not isinstance(record, Admitted)]
-        return [*self._ledger.asked(numbers), *others] or moved
+    def _checkpointed_state(self) -> tuple[bytes, Checkpoint]:
+        record = Checkpoint(self._durable.checkpoint(), self._compaction.ends(self._position))
+        return encoded(record), record
 
     def _begin_segment(self) -> None:
-        if self._logged:
-            self._apply()
         self._close_file()
         number, path = self._number + 1, frames.path_of(self._folder, self._number + 1)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._size_bytes = 0
-        standing = self._ledger.standing(self._compaction.ends(self._position))
-        body = encoded(standing)
-        _write(self._file, (frames.header(number, self._position), frames.framed(body, 0), body))
+        body, record = self._checkpointed_state()
+        head = frames.head(CODE[Checkpoint], body, 0)
+        _write(self._file, (frames.header(number, self._position), head, body))
         os.fdatasync(self._file)
         sync_folder(self._folder)
         self._compaction.begun(number, path, self._position)
         self._number = number
-        standing_bytes = frames.HEAD_BYTES + len(body)
-        self._size_bytes = frames.HEADER_BYTES + standing_bytes
-        self._position += standing_bytes
-        self._compaction.count(standing, standing_bytes)
+        record_bytes = len(head) + len(body)
+        self._size_bytes = frames.HEADER_BYTES + record_bytes
+        self._position += record_bytes
+        self._compaction.count(record, record_bytes)
+        self._since_bytes, self._checkpoint_bytes = 0, len(body)
 
     def _void(self) -> None:
         """Voids the remains of the last write: the next one uses a new segment."""

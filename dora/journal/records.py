@@ -1,5 +1,7 @@
 """The records of the log. Each is plain data; ``encoded`` and ``decoded`` convert it to and from its form on disk.
 
+A change of the records, or of the checkpoint, is another schema (frames.SCHEMA_VERSION).
+
 A *number* identifies a request in the log and is never reused, while ids of undurable requests may be lost and rows are
 reused. A group has as many numbers as requests, from ``number`` on.
 """
@@ -28,7 +30,6 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {  # of the columns of Tokens
     "ats": np.dtype("<f8"),
     "attempts": np.dtype("u1"),
 }
-_ARRAY_16: Final = 0xDC  # msgpack's head of an array with more than 15 values, before two bytes of their number
 CLOSED: Final = 0x80  # in ``ends``: the environment has ended the session; the other bits are its last turn's end
 
 
@@ -77,7 +78,11 @@ class PromptsEnded:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A group. ``position``: of its prompt in the source; -1: the prompt was submitted, with number ``arrival``."""
+    """A group. ``position``: of its prompt in the source; -1: the prompt was submitted, with number ``arrival``.
+
+    A later record of the group has another prompt, or ``replaces`` its former number: its tokens are lost, so it starts
+    again.
+    """
 
     number: int
     group_id: str
@@ -89,6 +94,7 @@ class Admitted:
     rows: list[int]
     position: int
     arrival: int
+    replaces: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,29 +218,13 @@ class WindowStands:
 
 
 @dataclass(frozen=True, slots=True)
-class Renumbered:
-    """Tokens of these requests are lost: their group starts again under other numbers."""
+class Checkpoint:
+    """The durable state after all records before it (durable.py). It begins each segment.
 
-    number: int
-    new_number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """The small state after all records so far: the first record of each segment.
-
-    ``groups``: [number, group id, size, step or -1, place in the order of taking]; other groups have ended.
-    ``dropped``: [number, line] of the latest cancelled groups, and ``cancelled`` their names. ``ends``: [number, end
-    position] of each earlier segment that exists.
+    ``ends``: [number, end position] of each earlier segment that exists.
     """
 
-    values: dict[str, Any]
-    groups: list[list[Any]]
-    arrivals: list[int]
-    positions: list[int]
-    versions: list[list[Any]]
-    dropped: list[list[Any]]
-    cancelled: list[str]
+    durable: bytes
     ends: list[list[int]]
 
 
@@ -267,13 +257,11 @@ LogRecord = (
     | Attached
     | WorkerBegan
     | WindowStands
-    | Renumbered
-    | Standing
+    | Checkpoint
     | HostStands
 )
-# by their codes on disk: a kind keeps its place for ever
 KINDS: Final[tuple[type, ...]] = get_args(LogRecord)
-_CODE: Final = {kind: code for code, kind in enumerate(KINDS)}
+CODE: Final = {kind: code for code, kind in enumerate(KINDS)}  # on disk, in the record's head
 _NAMES: Final = {kind: tuple(each.name for each in fields(kind)) for kind in KINDS}
 
 
@@ -288,15 +276,14 @@ def encoded(record: LogRecord) -> bytes:
         ]
     else:
         values = [getattr(record, name) for name in names]
-    packed: bytes = msgpack.packb([_CODE[type(record)], *values], unicode_errors=_TEXT_ERRORS)
+    packed: bytes = msgpack.packb(values, unicode_errors=_TEXT_ERRORS)
     return packed
 
 
-def decoded(body: bytes | memoryview) -> LogRecord:
-    """Decodes a record. Raises InvalidValue for malformed bytes."""
+def decoded(code: int, body: bytes | memoryview) -> LogRecord:
+    """Decodes a record. ``code``: of its kind. Raises InvalidValue for malformed bytes."""
     try:
-        code, *values = msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS, use_list=True)
-        kind = KINDS[code]
+        kind, values = KINDS[code], msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS)
         names = _NAMES[kind]
         if len(values) != len(names):
             raise InvalidValue(f"log record {kind.__name__}", f"{len(values)} fields", f"{len(names)}")
@@ -309,12 +296,6 @@ def decoded(body: bytes | memoryview) -> LogRecord:
     except (ValueError, TypeError, IndexError) as error:
         raise InvalidValue("log record", repr(error), "one that this DORA knows") from error
     return record
-
-
-def kind_of(body: bytes | memoryview) -> type | None:
-    """Returns the kind of an encoded record; None if this DORA does not know it."""
-    at = 3 if len(body) and body[0] == _ARRAY_16 else 1  # behind the array's head
-    return KINDS[body[at]] if len(body) > at and body[at] < len(KINDS) else None
 
 
 def prompt_values(prompt: Prompt) -> list[Any]:

@@ -99,7 +99,7 @@ async def run_preflight(config: Config, said: Said) -> None:
 def _described(config: Config, state: StateFolder | None) -> str:
     if state is None:
         return "none"
-    newest = state.found.ledger.values["newest"]
+    newest = state.found.durable.newest
     return f"{state.folder}, " + ("new" if state.found.is_new else f"of a run at step {newest}")
 
 
@@ -119,7 +119,7 @@ async def _check_content(
         source = None
     else:
         config, reference = await _check_model(config, model, said)
-        kept = 0 if state is None else len(state.found.ledger.versions())
+        kept = 0 if state is None else len(state.found.durable.versions)
         memory = await asyncio.to_thread(version_memory, config, reference, run_folder, kept)
         if not on_paper(config.workers):
             memory.check()

@@ -125,23 +125,24 @@ class Runtime:
         """
         own = self.incarnation
         own.orphan_timeout_s = self.config.workers.orphan_timeout_s
-        own.number = self.evaluations.incarnation = found.ledger.values["life"] + 1
+        own.number = self.evaluations.incarnation = found.durable.incarnation + 1
         tree = self.config.model_dump_json(exclude={"service": {"token"}})
         groups = resume.begin_incarnation(self.journal, found, tree, own.number)
         if found.is_new:
             return None
-        ledger, newest = found.ledger, found.ledger.values["newest"]
-        own.resumed = dict(ledger.values)
-        self.sessions.epochs = own.resumed["worker_epoch"]
-        number = max([own.resumed["next_number"], *(group.number + len(group.rows) for group in groups)])
+        own.resumed = durable = found.durable
+        self.sessions.epochs = durable.worker_epoch
+        number = max([durable.next_number, *(group.number + len(group.rows) for group in groups)])
         leased = resume.restore_buffer(self.buffer, groups, found.requests, number)
         resume.restore_prompts(self.feed.ledger, found, groups)
         restored = resume.restored(self.buffer, found, groups, self.config.window, time.time(), own.number)
         self.buffer.window_versions = restored.window_versions
-        self.hosts.kept_versions = newest - restored.retired + 1
+        self.hosts.kept_versions = durable.newest - restored.retired + 1
         self.telemetry.evaluated.extend(self.recorder.evaluations())
-        self.recorder.restored(leased, resume.cancelled_of(ledger.dropped()), newest)
-        log.warning("carrying on at step %d with %d groups, %d of them leased", newest, len(groups), len(leased))
+        self.recorder.restored(leased, resume.cancelled_of(durable.dropped.values()), durable.newest)
+        log.warning(
+            "carrying on at step %d with %d groups, %d of them leased", durable.newest, len(groups), len(leased)
+        )
         own.reattachment = Reattachment(expected)
         return restored
 

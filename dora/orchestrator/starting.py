@@ -118,7 +118,7 @@ class ServiceStart:
 
     @property
     def _kept(self) -> int:
-        return 0 if self.state is None else len(self.state.found.ledger.versions())
+        return 0 if self.state is None else len(self.state.found.durable.versions)
 
     async def launch(self) -> OwnLauncher:
         """Starts the worker processes, which import their libraries meanwhile, and adopts those still running."""
@@ -269,8 +269,8 @@ class ServiceStart:
         config, state, stack = self.config, self.state, self.stack
         restored = None
         if state is not None:
-            stood = state.found.ledger.values
-            orphaned = {*self.orphaned, *runtime.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)}
+            stood = state.found.durable
+            orphaned = {*self.orphaned, *runtime.hosts.expect(stood.hosts, stood.host_epoch, self.tokens)}
             elsewhere = ran_on(state.found.requests) - launcher.names(config.workers.count)
             restored = runtime.resume(state.found, orphaned | elsewhere)
         secret = b"" if state is None else bytes.fromhex(state.identity.kv_secret)
@@ -290,7 +290,7 @@ class ServiceStart:
             self.metrics = await stack.enter_async_context(served)
         self.position = lambda: position_of(runtime)
         runtime.hosts.begin(launcher, self.run_folder, self.tokens)
-        relay_host, oldest = config.kv.host or local_host(self.address), runtime.incarnation.resumed.get("retired", 0)
+        relay_host, oldest = config.kv.host or local_host(self.address), runtime.incarnation.resumed.retired
         runtime.hosts.open_relay(relay_host, oldest, contexts_of(config))
         stack.push_async_callback(asyncio.to_thread, runtime.hosts.close_relay)
         runtime.status.tier = self.tier
@@ -300,6 +300,9 @@ class ServiceStart:
         launcher.open()
         launcher.scale(config.workers.count)
         await runtime.restore(restored)
+        if state is not None and not state.identity.has_begun:
+            with writable(STATE_SETTING, state.folder):
+                state.remember(has_begun=True)
         if self.evaluations is not None:
             self.evaluations.at(runtime.core.state.window.newest)
 
@@ -352,7 +355,7 @@ def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
     found, sizes = state.found, Sizes(compacts=not config.service.keep_events)
     log = Log(
         state.folder / LOG_FOLDER,
-        found.ledger,
+        found.durable,
         number=found.number,
         position=found.position,
         compaction=found.compaction,

@@ -1,11 +1,11 @@
 """Logs that were cut or damaged: ``python -m tests.abuse.journal --count 1000000``. Ends with 1 where a bar is not met.
 
 Services are recorded once, with what stood after each fact. Then a segment of one is cut at some byte, or bits of it
-are flipped, with the ledger beside it, with an older ledger, or with none. What a start makes of that is right if it
-stands where the service stood at some moment, that is not before what was acknowledged last or else it is said; if the
-tokens that it has are those that were generated; and if a group that a step had taken is whole, or named as lost. To
-refuse the start, with the reason, is right too. One loss nobody can see: a log cut between two records whose ledger is
-gone too.
+are flipped: the log of a service that was stopped, or that ended without its last checkpoint. What a start makes of it
+is right if it stands where the service stood at some moment, that is not before what was acknowledged last or else it
+is said; if the tokens that it has are those that were generated; and if a group that a step had taken is whole, or
+named as lost. To refuse the start, with the reason, is right too. One loss nobody can see: the last segment cut between
+two writes.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from typing import Any
 
 from dora.errors import InvalidValue
 from dora.journal import frames, records
-from dora.journal.finding import LEDGER_FILE, Found, find
-from dora.journal.ledger import OPEN
+from dora.journal.durable import OPEN
+from dora.journal.finding import Found, find
 from dora.journal.log import LOG_FOLDER
 from tests.unit.journal.incarnations import GROUP_SIZE, SMALL, Incarnation, Known, opened
 
 RECORDED = 6
 FLIPS_MAX = 3
-LEDGERS = ("its ledger", "an older ledger", "no ledger")
+ENDS = ("stopped", "killed")
 
 Stands = tuple[Any, ...]  # step and place in the source, and the step of each group
 
@@ -42,11 +42,11 @@ class Recorded:
     """A folder that a service has left, and all that it knew at any moment."""
 
     folder: Path
-    older: Path  # its ledger of before
     stood: list[Stands] = field(default_factory=list)  # after each fact
     acknowledged: int = 0  # of these, how many before the last write
     tokens: dict[int, list[int]] = field(default_factory=dict)  # of every request that there was
-    last_write: int = 0  # where it begins in the last segment
+    last_write: int = 0  # where it begins in the last segment, without the checkpoint of the end
+    end: int = 0  # where this checkpoint begins
 
     @property
     def segments(self) -> list[Path]:
@@ -60,7 +60,7 @@ def stands(known: Known) -> Stands:
 async def recorded(folder: Path, seed: int) -> Recorded:
     """A service of some steps in two lives; every second one keeps all of its log."""
     chosen = random.Random(seed)
-    made = Recorded(folder, folder.with_name(f"{folder.name}.older"))
+    made = Recorded(folder)
     known = Known()
     sizes = replace(SMALL, compacts=bool(seed % 2), segment_bytes=4000)
     for incarnation in range(2):
@@ -74,9 +74,6 @@ async def recorded(folder: Path, seed: int) -> Recorded:
         told.admit()
         told.report()
         await log.settled()
-        if incarnation == 0:
-            await log.checkpoint()
-            copy_ledger(folder, made.older)
         made.acknowledged = len(made.stood)
         told.report(ends=True)
         told.take()
@@ -84,8 +81,10 @@ async def recorded(folder: Path, seed: int) -> Recorded:
     segment = made.segments[-1]
     read = frames.opened(segment)
     assert read is not None
-    list(frames.records(read))
-    made.last_write = read.last_write
+    made.end = list(frames.records(read))[-1][0]
+    before = replace(read, holes=[])
+    list(frames.records(before, before.position(made.end)))
+    made.last_write = before.last_write
     return made
 
 
@@ -95,12 +94,6 @@ def tell(record: records.LogRecord, append: Any, known: Known, made: Recorded) -
     for number, tokens in known.tokens.items():
         made.tokens[number] = list(tokens)
     append(record)
-
-
-def copy_ledger(source: Path, target: Path) -> None:
-    target.mkdir(exist_ok=True)
-    for path in source.glob(f"{LEDGER_FILE}*"):
-        shutil.copyfile(path, target / path.name)
 
 
 @dataclass
@@ -120,11 +113,13 @@ def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
     (scratch / LOG_FOLDER).mkdir(parents=True)
     for path in made.segments:
         (scratch / LOG_FOLDER / path.name).symlink_to(path)
-    ledger = chosen.choice(LEDGERS)
-    if ledger != LEDGERS[2]:
-        copy_ledger(made.folder if ledger == LEDGERS[0] else made.older, scratch)
+    ends = chosen.choice(ENDS)
+    last = made.segments[-1]
+    whole = last.read_bytes()[: made.end if ends == "killed" else None]
+    (scratch / LOG_FOLDER / last.name).unlink()
+    (scratch / LOG_FOLDER / last.name).write_bytes(whole)
     hurt = made.segments[-1] if chosen.random() < 0.5 else chosen.choice(made.segments)
-    content = bytearray(hurt.read_bytes())
+    content = bytearray(whole if hurt == last else hurt.read_bytes())
     is_cut = chosen.random() < 0.5
     if is_cut:
         at = chosen.randint(made.last_write if chosen.random() < 0.3 and hurt == made.segments[-1] else 0, len(content))
@@ -137,9 +132,9 @@ def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
     target = scratch / LOG_FOLDER / hurt.name
     target.unlink()
     target.write_bytes(content)
-    name = f"seed {seed}: {'cut' if is_cut else 'flips'} from byte {at} of {hurt.name}, {ledger}"
+    name = f"seed {seed}: {'cut' if is_cut else 'flips'} from byte {at} of {hurt.name}, {ends}"
     outcome.trials += 1
-    outcome.ways[f"{'cut' if is_cut else 'flips'}, {ledger}"] += 1
+    outcome.ways[f"{'cut' if is_cut else 'flips'}, {ends}"] += 1
     try:
         found = find(scratch)
     except InvalidValue:
@@ -150,19 +145,16 @@ def trial(made: Recorded, scratch: Path, seed: int, outcome: Outcome) -> None:
         return
     outcome.carried_on += 1
     in_last_write = hurt == made.segments[-1] and at >= made.last_write
-    unseen = is_cut and ledger != LEDGERS[0]
-    try:
-        wrong = fault_of(made, found, in_last_write, bool(found.said) or unseen)
-    finally:
-        found.ledger.close()
+    unseen = is_cut and hurt == made.segments[-1]
+    wrong = fault_of(made, found, in_last_write, bool(found.said) or unseen)
     if wrong:
         outcome.wrong.append(f"{name}: {wrong} ({'; '.join(found.said)})")
 
 
 def fault_of(made: Recorded, found: Found, in_last_write: bool, said: bool) -> str:
     """Returns the fault that was found; empty: none. ``said``: something may be lost."""
-    values, requests = found.ledger.values, found.requests
-    now = values["newest"], values["place"], tuple((group.number, group.step) for group in found.groups)
+    durable, requests = found.durable, found.requests
+    now = durable.newest, durable.next_position, tuple((group.number, group.step) for group in found.groups)
     if now not in made.stood:
         return f"the service never stood at {now}"
     if in_last_write and now not in made.stood[made.acknowledged - 1 :]:
@@ -211,14 +203,16 @@ def last_of(made: Recorded) -> Stands:
     shutil.copytree(made.folder, copy)
     found = find(copy)
     assert not found.said
-    values = found.ledger.values
     for index, group in enumerate(found.groups):
         for place, number in enumerate(range(group.number, group.number + GROUP_SIZE), start=GROUP_SIZE * index):
             begin, tokens = int(found.requests.begins[place]), int(found.requests.counts[place])
             made.tokens[number] = found.requests.tokens["token_id"][begin : begin + tokens].tolist()
-    found.ledger.close()
     shutil.rmtree(copy)
-    return values["newest"], values["place"], tuple((group.number, group.step) for group in found.groups)
+    return (
+        found.durable.newest,
+        found.durable.next_position,
+        tuple((group.number, group.step) for group in found.groups),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -96,15 +96,12 @@ class Run:
                 opened = Recorder(self.root / "record")
                 function = config.reward.function
                 recorder = await bind(config, state, opened, content_of(config, self.root / "model", function))
-            except BaseException:
-                state.found.ledger.close()
-                raise
             finally:
                 if opened is not None:
                     opened.close()
             assert recorder is not None
             journal = journal_of(config, state, Storage())
-            life = state.found.ledger.values["life"] + 1
+            life = state.found.durable.incarnation + 1
             journal.note(records.Begun(life, 1.0, 2.0, config.model_dump_json(exclude={"service": {"token"}})))
             with Recorder(self.root / "record") as recorder:
                 for step in steps:

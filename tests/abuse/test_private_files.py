@@ -89,7 +89,7 @@ async def test_everything_that_a_run_makes_is_private_whatever_the_umask(
                 run = in_shared_memory(state)
             for folder in (state, record, run, *below(spill)):
                 assert below(folder) and not exposed(folder, tiny_dense), folder
-            assert {"ledger.db", SERVICE_FILE, "log"} <= {path.name for path in below(state)}
+            assert {SERVICE_FILE, "log"} <= {path.name for path in below(state)}
     assert not exposed(state, tiny_dense) and not exposed(record, tiny_dense)
 
 

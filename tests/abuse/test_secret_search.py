@@ -122,7 +122,7 @@ def test_no_secret_is_where_it_is_not_needed(tiny_dense: Path, tmp_path: Path) -
         "workers, one of them twice, and the pool"
     )
     searched_files = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")}
-    for name in ("state/ledger.db", "record/steps.jsonl", "run/logs/w0.log", "service.err", "wrong.err"):
+    for name in ("record/steps.jsonl", "run/logs/w0.log", "service.err", "wrong.err"):
         assert name in searched_files
     everywhere = list(searched(scene, secrets))
     assert ("service.out", str(Role.OWNER)) in everywhere, "the search finds what is shown on purpose"

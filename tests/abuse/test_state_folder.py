@@ -52,10 +52,7 @@ def found(folder: Path, **sections: object) -> StateFolder:
     config = configured(folder, **sections)
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None
-        try:
-            state.check_settings(config)
-        finally:
-            state.found.ledger.close()
+        state.check_settings(config)
         return state
 
 
@@ -81,8 +78,7 @@ async def test_without_room_nothing_is_admitted_and_nothing_is_lost(tmp_path: Pa
         await journal.close()
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None
-        assert [prompt.prompt_id for _, prompt in state.found.ledger.queued()] == ["p0"]
-        state.found.ledger.close()
+        assert [prompt.prompt_id for _, prompt in state.found.queued] == ["p0"]
 
 
 async def test_a_later_start_has_address_and_token_of_before_unless_it_names_others(tmp_path: Path) -> None:
@@ -141,7 +137,6 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             assert state is not None
             with refused(InvalidValue, field="service.state"):
                 opened(configured(tmp_path / "good"), DEFAULT_SIZES).__enter__()
-            state.found.ledger.close()
     with files_up_to(10), refused(InvalidValue, field="service.state"):
         state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
 
@@ -183,4 +178,3 @@ async def test_the_message_names_the_process_that_has_the_folder(tmp_path: Path,
         for opened in (reading_state, state_folder_of):
             with refused(InvalidValue, **known):
                 opened(config, DEFAULT_SIZES).__enter__()
-        state.found.ledger.close()

@@ -65,8 +65,6 @@ def begin(state: Path, begin_from: str) -> Config:
         except InvalidValue as error:
             assert str(error) == refusal
             raise
-        finally:
-            opened.found.ledger.close()
     assert checked is not None
     assert (Path(checked.model) / WEIGHTS).read_bytes() == (Path(begun.model) / WEIGHTS).read_bytes()
     return begun

@@ -85,9 +85,8 @@ def check(runtime: Runtime, state: Path, copy: Path) -> on.Restored:
     assert found.said == [] and found.requests.damaged == []
     buffer = ResponseBuffer(runtime.config.rollout, None, runtime.config.window.least)
     groups = found.groups
-    leased = resume.restore_buffer(buffer, groups, found.requests, found.ledger.values["next_number"])
+    leased = resume.restore_buffer(buffer, groups, found.requests, found.durable.next_number)
     told = resume.restored(buffer, found, groups, runtime.config.window, time.time(), runtime.incarnation.number)
-    found.ledger.close()
     machine = Machine(runtime.config)
     machine.handle(told, time.monotonic())
     assert comparable(durable(machine.state)) == comparable(expected)

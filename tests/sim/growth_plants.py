@@ -8,8 +8,7 @@ import pytest
 from dora.core.rules import growth, restoring
 from dora.core.state import SKIPPED, WAITING, State
 from dora.journal import content
-from dora.journal.content import Requests
-from dora.journal.ledger import LiveGroup
+from dora.journal.content import LiveGroup, Requests
 from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.rollout.responses import buffer as response_buffer
 from dora.orchestrator.rollout.responses import delivery

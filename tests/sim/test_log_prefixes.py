@@ -7,11 +7,11 @@ import pytest
 from dora.core import Machine
 from dora.core import events as on
 from dora.journal import records
-from dora.journal.content import Content
-from dora.journal.ledger import Ledger
+from dora.journal.durable import Durable
 from dora.lab.sim.faults.trial import Trial, conduct
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.orchestrator.recovery import recovery_state
+from tests.unit.journal.contents import content_of
 
 LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 
@@ -19,18 +19,15 @@ LAST = 60  # beginnings of each log, up to its end, where the prompts run out
 def beginnings(world: UnreliableWorld) -> Iterator[tuple[records.LogRecord, on.Restored]]:
     """Yields each record with the state that a later incarnation would restore, except for tokens and verdicts."""
     logged = world.logged.records
-    ledger, tokens, verdicts = Ledger(None), [], []
+    durable = Durable()
     for count, record in enumerate(logged, start=1):
-        ledger.apply([record], count)
-        if isinstance(record, records.Tokens):
-            tokens.append(record)
-        elif isinstance(record, records.Verdict):
-            verdicts.append(record)
-        elif ledger.values["life"] >= 0 and count > len(logged) - LAST:
-            groups = ledger.groups()
-            requests = Content(groups).of(tokens, verdicts)
+        durable.apply(record)
+        if not isinstance(record, records.Tokens | records.Verdict) and count > len(logged) - LAST:
+            content = content_of(logged[:count], durable)
+            groups = content.groups()
+            requests = content.requests(groups)
             offered, window = world.service._offered, world.config.window
-            yield record, recovery_state.restored(ledger, groups, requests, offered, window, world.now_s, 1)
+            yield record, recovery_state.restored(durable, groups, requests, offered, window, world.now_s, 1)
 
 
 @pytest.mark.parametrize("seed", [4, 7])

@@ -11,8 +11,8 @@ from dora.config import RolloutConfig
 from dora.data.token_spans import TokenSpan
 from dora.data.trajectory import Trajectory
 from dora.data.types import Prompt, Reward, RoutingShape
-from dora.journal.content import Content
-from dora.journal.ledger import OPEN, LiveGroup
+from dora.journal.content import LiveGroup
+from dora.journal.durable import OPEN
 from dora.journal.records import Tokens
 from dora.ops.verify.invariants import violations
 from dora.orchestrator.rollout.responses.branches import leaves, trajectories
@@ -21,6 +21,7 @@ from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.convert import trajectory_from_wire, trajectory_to_wire
 from tests.sweeps import examples
 from tests.turn_orders import order
+from tests.unit.journal.contents import requests_of
 from tests.unit.test_accepted import reported
 
 S = "g0.0"
@@ -126,7 +127,7 @@ class Session:
     def restored_buffer(self) -> ResponseBuffer:
         group = LiveGroup(0, "g0", self.prompt, 0, 0, 1, 10.0, (0,), 0, 0, OPEN, 0)
         buffer = ResponseBuffer(RolloutConfig(), SHAPE)
-        buffer.restore(group, 0, Content([group]).of(self.records, []))
+        buffer.restore(group, 0, requests_of(group, self.records))
         return buffer
 
     def delivered(self) -> list[Trajectory]:

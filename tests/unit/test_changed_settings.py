@@ -15,14 +15,14 @@ from dora.config import Config, validated
 from dora.core.groups.window import Window
 from dora.data.types import Prompt
 from dora.errors import IllegalTransition, InvalidValue
-from dora.journal import log as journal_log
 from dora.journal import records
-from dora.journal.finding import LEDGER_FILE
-from dora.journal.ledger import OPEN, Ledger, LiveGroup, admitted_again
+from dora.journal.content import LiveGroup
+from dora.journal.durable import OPEN, Durable, OpenGroup
 from dora.orchestrator.recovery.changed_settings import check_changes, pinned
-from dora.orchestrator.recovery.recovery_state import RestoredWindow, standing
+from dora.orchestrator.recovery.recovery_state import RestoredWindow, restored_window
 from tests.refusals import refused
 from tests.sweeps import examples
+from tests.unit.journal.contents import content_of
 from tests.unit.journal.incarnations import SMALL, Incarnation, Known, opened
 from tests.unit.journal.test_compaction import with_slow_groups
 from tests.unit.test_window import CHOICES, GROUPS, MOST, SIZES, Group, apply
@@ -39,8 +39,9 @@ def live(number: int, version: int, size: int, step: int = OPEN, **prompt: Any) 
 
 
 def found(values: dict[str, Any], groups: list[LiveGroup], queued: tuple[Prompt, ...] = ()) -> Any:
-    ledger = SimpleNamespace(values=values, queued=lambda: list(enumerate(queued)))
-    return SimpleNamespace(ledger=ledger, groups=groups)
+    durable = Durable(**values)
+    durable.groups = {each.number: OpenGroup(each.group_id, 1, each.step, each.taken) for each in groups}
+    return SimpleNamespace(durable=durable, groups=groups, queued=list(enumerate(queued)))
 
 
 def values_of(window: Window, short_step: int = -1) -> dict[str, Any]:
@@ -61,9 +62,10 @@ def started(
         window.groups_per_step - (window.left if window.step == window.newest else 0) if short_step < 0 else 1
     )  # of a step that ended short, only that there is one
     config = configured(window={"size": size, "groups_per_step": groups})
-    stands = standing(values_of(window, short_step), taken, config.window)
+    before = found(values_of(window, short_step), live_of(window, is_open, taken))
+    stands = restored_window(before.durable, config.window)
     after = Window(stands.size, stands.groups_per_step)
-    check_changes(config, config, found(values_of(window, short_step), live_of(window, is_open, taken)), "state")
+    check_changes(config, config, before, "state")
     after.restore(
         window.newest,
         stands.step,
@@ -130,7 +132,7 @@ def test_a_step_that_ended_short_stays_as_it_is(size: int, groups: int, size_now
 )  # fmt: skip
 def test_the_size_in_force_becomes_the_nearest_allowed(before: int, now: dict[str, Any], size: int) -> None:
     window = Window(before, 2)
-    stands = standing(values_of(window), 0, configured(window=now).window)
+    stands = restored_window(Durable(**values_of(window)), configured(window=now).window)
     assert stands.size == size and stands.groups_per_step == 2, "0 keeps what the trainer said"
 
 
@@ -169,22 +171,25 @@ def begun(incarnation: int, **prompts: Any) -> records.Begun:
      ({"source": "b.jsonl"}, 0), ({"source": "a.jsonl", "shuffle": True}, 0), ({"source": "a.jsonl", "split": "x"}, 0)],
 )  # fmt: skip
 def test_another_source_begins_at_its_first_prompt(now: dict[str, Any], place: int) -> None:
-    ledger = Ledger(None)
-    told = Incarnation(lambda record: ledger.apply([record], 0), Known())  # type: ignore[arg-type, return-value]
-    ledger.apply([begun(0, source="a.jsonl")], 0)
+    durable, log = Durable(), list[records.LogRecord]()
+
+    def tell(record: records.LogRecord) -> None:
+        log.append(record)
+        durable.apply(record)
+
+    told = Incarnation(tell, Known())
+    tell(begun(0, source="a.jsonl"))
     for _ in range(3):
         told.admit()
-    ledger.apply([records.PromptsWithdrawn([], [5], []), begun(1, **now)], 0)
-    assert (ledger.values["place"], ledger.positions()) == (place, {5} if place else set())
-    for group in ledger.groups():  # as a compaction writes them again
-        ledger.apply([admitted_again(group)], 0)
-    assert (ledger.values["place"], ledger.positions()) == (place, {5} if place else set())
+    tell(records.PromptsWithdrawn([], [5], []))
+    tell(begun(1, **now))
+    assert (durable.next_position, set(durable.passed)) == (place, {5} if place else set())
+    for group in content_of(log, durable).groups():  # as a compaction writes them again
+        durable.apply(group.admitted())
+    assert (durable.next_position, set(durable.passed)) == (place, {5} if place else set())
 
 
-async def test_a_length_of_admission_outlives_compaction_and_a_lost_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_log, "LEDGER_S", 0.0)
+async def test_a_length_of_admission_outlives_compaction(tmp_path: Path) -> None:
     folder, sizes = tmp_path / "state", replace(SMALL, segment_bytes=3000)
     _, log = opened(folder, sizes)
     told = Incarnation(log.append, Known())
@@ -199,7 +204,7 @@ async def test_a_length_of_admission_outlives_compaction_and_a_lost_ledger(
     again = pinned(there.groups, configured(rollout={"max_tokens": 77}), configured())
     assert kept in {group.number for group in again}
     for group in again:
-        log.append(admitted_again(group))
+        log.append(group.admitted())
     await log.close()
     _, log = opened(folder, sizes)
     told = Incarnation(log.append, told.known)
@@ -207,7 +212,6 @@ async def test_a_length_of_admission_outlives_compaction_and_a_lost_ledger(
     await log.checkpoint()
     await log.close()
     assert not (folder / "log" / "00000001.seg").exists(), "the segment of its admission is gone"
-    (folder / LEDGER_FILE).unlink()
     there, log = opened(folder, sizes)
     await log.close()
     assert {group.number: group.prompt.sampling for group in there.groups}[kept] == {"max_tokens": 77}

@@ -13,14 +13,15 @@ from dora.core.state import IDLE, RUNNING, State
 from dora.data.input_digest import beginning_digest, input_digest
 from dora.data.token_spans import TokenSpan
 from dora.data.types import Prompt
-from dora.journal.content import Content
-from dora.journal.ledger import OPEN, LiveGroup
+from dora.journal.content import LiveGroup
+from dora.journal.durable import OPEN
 from dora.journal.records import Tokens
 from dora.orchestrator.rollout.environments import ATTENDEES_MAX, Environments
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.rpc.errors import LimitExceeded
 from tests.refusals import refused
 from tests.turn_orders import order
+from tests.unit.journal.contents import requests_of
 from tests.unit.test_accepted import reported
 
 NAMES = [f"g0.{n}" for n in range(4)]
@@ -61,7 +62,7 @@ class Shell:
         """The buffer that the records restore."""
         group = LiveGroup(0, "g0", PROMPT, 0, 0, 1, 10.0, (0, 1, 2, 3), 0, 0, OPEN, 0)
         buffer = ResponseBuffer(RolloutConfig())
-        buffer.restore(group, 0, Content([group]).of(self.records, []))
+        buffer.restore(group, 0, requests_of(group, self.records))
         return buffer
 
 

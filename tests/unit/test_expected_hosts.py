@@ -12,7 +12,7 @@ from dora.core.state import State
 from dora.errors import Conflict
 from dora.host.launcher import LOCAL
 from dora.journal import records
-from dora.journal.ledger import Ledger
+from dora.journal.durable import Durable
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.hosts.remote import HostSession
 from dora.orchestrator.rollout.streams import MemberSessions
@@ -37,19 +37,18 @@ class Empty:
 
 
 class Incarnation:
-    """One life of a service, as far as its hosts are concerned; the ledger is what the next one finds."""
+    """One life of a service, as far as its hosts are concerned; the durable state is what the next one finds."""
 
-    def __init__(self, folder: Path, config: Config, ledger: Ledger) -> None:
-        self.tokens, self.ledger, self.posted = ServiceTokens(), ledger, list[on.Event]()
+    def __init__(self, folder: Path, config: Config, durable: Durable) -> None:
+        self.tokens, self.durable, self.posted = ServiceTokens(), durable, list[on.Event]()
         store = HostStore(folder / "store", Path(config.model))
         self.sessions = MemberSessions(lambda session, reason: None)
         self.hosts = Hosts(config, store, self.sessions, State(config), self.posted.append, self.note)
-        stood = ledger.values
-        self.awaited = self.hosts.expect(stood["hosts"], stood["host_epoch"], self.tokens)
+        self.awaited = self.hosts.expect(durable.hosts, durable.host_epoch, self.tokens)
         self.hosts.begin(Empty(), folder, self.tokens)  # type: ignore[arg-type]
 
     def note(self, record: records.LogRecord) -> None:
-        self.ledger.apply([record], self.ledger.values["position"] + 1)
+        self.durable.apply(record)
 
     def join(self, workers: int = 2, kept: pb.KeptHost | None = None, free_bytes: int = 1 << 40) -> HostSession:
         hello = pb.HostHello(name="h1", dora_version=__version__, workers=workers, kept=kept)
@@ -80,9 +79,9 @@ def orders(session: HostSession) -> list[pb.HostOrder]:
 @pytest.fixture
 def incarnations(tiny_dense: Path, tmp_path: Path) -> Callable[[], Incarnation]:
     """Makes the first life, in which h1 joins with two workers and a pool, then those that follow it."""
-    ledger = Ledger(None)
+    durable = Durable()
     config = configured(tiny_dense, workers__engine="fake", kv__pool_mb=64)
-    return lambda: Incarnation(tmp_path, config, ledger)
+    return lambda: Incarnation(tmp_path, config, durable)
 
 
 def begin(incarnations: Callable[[], Incarnation]) -> tuple[Incarnation, HostSession]:
@@ -198,6 +197,6 @@ async def test_a_host_with_a_pool_is_not_awaited_where_there_are_none_any_more(
 ) -> None:
     first, _ = begin(incarnations)
     config = configured(tiny_dense, workers__engine="fake", kv__pool_mb=0)
-    second = Incarnation(tmp_path, config, first.ledger)
+    second = Incarnation(tmp_path, config, first.durable)
     assert not second.awaited and not second.good(*FIRST)
-    assert first.ledger.values["hosts"] == {} and first.ledger.values["host_epoch"] == 1
+    assert first.durable.hosts == {} and first.durable.host_epoch == 1

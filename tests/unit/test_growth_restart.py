@@ -13,14 +13,13 @@ from dora.core.rules import restoring
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.journal import records
-from dora.journal.content import Content
-from dora.journal.ledger import Ledger
 from dora.lab.sim.invariants import check_state
 from dora.orchestrator.recovery import recovery_state, resume
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompts import offer
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from tests.refusals import refused
+from tests.unit.journal.contents import content_of, durable_of
 
 SIZE, LEAST = 4, 2
 UNFINISHED, FINISHED, SCORED, DORMANT, SKIPPED = 0, 1, 2, 4, 5
@@ -54,15 +53,13 @@ def begun(prompt: Prompt = PROMPT) -> list[records.LogRecord]:
 
 def restarted(log: Sequence[records.LogRecord]) -> tuple[on.Restored, ResponseBuffer, list[int]]:
     """The event that restores a core, the buffer, and the damaged groups."""
-    ledger = Ledger(None)
-    ledger.apply(log, len(log))
-    groups = ledger.groups()
-    tokens = [each for each in log if isinstance(each, records.Tokens)]
-    requests = Content(groups).of(tokens, [each for each in log if isinstance(each, records.Verdict)])
+    durable = durable_of(log)
+    content = content_of(log, durable)
+    groups = content.groups()
+    requests = content.requests(groups)
     buffer = ResponseBuffer(RolloutConfig())
     window = WindowConfig(size=2)
-    event = recovery_state.restored(ledger, groups, requests, lambda each: offer(buffer, each), window, 9.0, 1)
-    ledger.close()
+    event = recovery_state.restored(durable, groups, requests, lambda each: offer(buffer, each), window, 9.0, 1)
     if not requests.damaged:
         resume.restore_buffer(buffer, groups, requests, SIZE)
         machine = Machine(validated({"window": {"size": 2}}))

@@ -9,12 +9,12 @@ from dora.config import RolloutConfig
 from dora.data.types import Prompt
 from dora.errors import Conflict, IllegalTransition
 from dora.journal import records
-from dora.journal.ledger import Ledger
 from dora.lab.sim.faults.service import SimLog
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import SUBMITTED, PromptLedger, PromptState
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ResponseState
+from tests.unit.journal.contents import content_of, durable_of
 
 PROMPT = Prompt("p", "task", (1, 2), group_size=2)
 
@@ -30,20 +30,18 @@ class Case:
 
     def restored(self) -> PromptLedger:
         """Returns the prompts that a restart recovers from the journal."""
-        ledger = Ledger(None)
-        ledger.apply(self.log.records, len(self.log.records))
         found = PromptLedger(Journal(), queued_most=8)
-        values = ledger.values
+        durable = durable_of(self.log.records)
+        content = content_of(self.log.records, durable)
         found.restore(
-            ((group.prompt, group.position, group.arrival) for group in ledger.groups()),
-            ledger.queued(),
-            ledger.cancelled(),
-            next_arrival=values["next_arrival"],
-            next_position=values["place"],
-            passed=ledger.positions(),
-            ended=values["prompts_ended"],
+            ((group.prompt, group.position, group.arrival) for group in content.groups()),
+            content.queued(),
+            list(durable.cancelled),
+            next_arrival=durable.next_arrival,
+            next_position=durable.next_position,
+            passed=set(durable.passed),
+            ended=durable.prompts_ended,
         )
-        ledger.close()
         return found
 
 

@@ -109,8 +109,8 @@ async def test_storage_at_fault_from_the_start_is_told_to_the_core_once_it_is_re
         await journal.close()
     with state_folder_of(config, DEFAULT_SIZES) as state:
         assert state is not None
-        stood = state.found.ledger.values
-        assert (stood["trainer_epoch"], stood["groups_per_step"]) == (7, 4)
+        stood = state.found.durable
+        assert (stood.trainer_epoch, stood.groups_per_step) == (7, 4)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from dora.host import agent
 from dora.host.agent import AgentOptions, _Agent
 from dora.host.folder import MODEL, WEIGHTS
 from dora.host.placement import Placement
-from dora.journal.ledger import Ledger
+from dora.journal.durable import Durable
 from dora.rpc import dora_pb2 as pb
 from dora.weights.store import WeightStore
 from tests.contract.relays import publish
@@ -32,7 +32,7 @@ async def test_a_host_needs_no_room_for_what_its_folder_has_kept(
     options = AgentOptions("127.0.0.1:1", "", "h1", 1, model=str(tiny_dense) if has_model else "")
     model_bytes = store.reference.content_bytes
     joining = _Agent(options, Placement(), DIGEST if has_model else "", folder, asyncio.Event(), lambda _: None)
-    life = Incarnation(tmp_path, config, Ledger(None))
+    life = Incarnation(tmp_path, config, Durable())
 
     def free(free_bytes: int) -> pb.HostHello:
         monkeypatch.setattr(agent, "capacity_to_wire", lambda _: pb.HostCapacity(store_free_bytes=free_bytes))

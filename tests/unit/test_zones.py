@@ -9,7 +9,7 @@ from dora.client.publication import place_weights
 from dora.data.types import Canary
 from dora.errors import InvalidValue
 from dora.host.launcher import check_zone
-from dora.journal.ledger import Ledger
+from dora.journal.durable import Durable
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.hosts.remote import HostSession
 from dora.release import __version__
@@ -44,7 +44,7 @@ async def test_a_version_crosses_to_a_place_once(
     zones: tuple[str, str, str], upstreams: dict[str, str], tiny_dense: Path, tmp_path: Path
 ) -> None:
     store = WeightStore(tmp_path / "store", tiny_dense)
-    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
+    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Durable()).hosts
     hosts.open_relay("127.0.0.1")
     try:
         joined = {name: join(hosts, name, zone, at) for at, (name, zone) in enumerate(zip("abc", zones, strict=True))}
@@ -65,7 +65,7 @@ async def test_a_version_crosses_to_a_place_once(
 
 async def test_a_place_that_is_no_name_is_refused(tiny_dense: Path, tmp_path: Path) -> None:
     assert check_zone("eu-west/hall_2") == "eu-west/hall_2" and check_zone("") == ""
-    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Ledger(None)).hosts
+    hosts = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Durable()).hosts
     for zone in ("x" * 65, "two words", "a\n", "é"):
         with refused(InvalidValue, names=("64",)):
             hosts.join(hello("h1", zone), DIGEST)

@@ -90,11 +90,11 @@ class EventLog:
             following = segments[index + 1] if index + 1 < len(segments) else None
             if segment.base > end:
                 yield f"{segment.path}", None
-            for offset, body in frames.records(segment, following.base if following is not None else None):
+            for offset, code, body in frames.records(segment, following.base if following is not None else None):
                 if segment.holes:
                     break
-                if records.kind_of(body) in (records.Begun, records.Event):
-                    record = records.decoded(body)
+                if records.KINDS[code] in (records.Begun, records.Event):
+                    record = records.decoded(code, body)
                     assert isinstance(record, records.Begun | records.Event)
                     yield f"{segment.path}: byte {offset}", record
             for hole in segment.holes[:1]:

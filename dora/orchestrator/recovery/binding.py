@@ -19,7 +19,7 @@ from dora.data.record_content import RecordContent
 from dora.data.record_run import RecordRun, run_of, set_aside, write_run
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE, Recorder
 from dora.errors import InvalidValue
-from dora.journal.ledger import source_of
+from dora.journal.durable import source_of
 from dora.orchestrator.recovery.state_folder import SETTING, StateFolder
 from dora.prompts.files import is_file_source, prompt_files
 
@@ -67,7 +67,7 @@ async def bind(
 
     Raises NotOfOneTime for a contradiction that ``service.carry_on_from`` does not accept; OSError.
     """
-    newest, folder = state.found.ledger.values["newest"], Path(config.record)
+    newest, folder = state.found.durable.newest, Path(config.record)
     against, surplus = check_binding(config, state, recorder, content)
     if against:
         log.warning("carrying on from step %d although %s", newest, against)
@@ -98,13 +98,13 @@ def check_binding(
         return "", None
     before = state.identity.content
     source = source_of(config.model_dump_json(include={"prompts"}))
-    if (state.identity.source or source_of(state.found.ledger.values["config"])) != source:
+    if (state.identity.source or source_of(state.found.durable.config)) != source:
         before = {name: digest for name, digest in before.items() if name != "prompts"}
     contradictions, surplus = dict(changed(config, before, content)), None
     if record is not None:
         surplus = first_surplus(state, record)
         contradictions |= of_record(config, state, record, surplus)
-    newest = state.found.ledger.values["newest"]
+    newest = state.found.durable.newest
     if contradictions and config.service.carry_on_from != newest:
         raise NotOfOneTime(state.folder, newest, contradictions)
     return "; ".join(contradictions.values()), surplus
@@ -130,10 +130,9 @@ def first_surplus(state: StateFolder, recorder: RecordContent) -> int | None:
     The record gets a step's line before the state commits the step, so it may be one step ahead, with the groups that
     the state has leased to this step.
     """
-    ledger, newest = state.found.ledger, state.found.ledger.values["newest"]
+    newest, commits = state.found.durable.newest, state.found.durable.commits
     known = run_of(recorder.folder)
     if known is not None and known.run == state.identity.run:
-        commits = ledger.commits()
         for step, at in sorted(recorder.committed.items()):
             if step >= known.since and step < newest and commits.get(step, at) != at:
                 return step
@@ -146,7 +145,7 @@ def first_surplus(state: StateFolder, recorder: RecordContent) -> int | None:
 
 def of_record(config: Config, state: StateFolder, recorder: RecordContent, surplus: int | None) -> dict[str, str]:
     """Returns the contradictions between the state and its record. Raises InvalidValue for another run's record."""
-    newest, identity, record = state.found.ledger.values["newest"], state.identity, config.record
+    newest, identity, record = state.found.durable.newest, state.identity, config.record
     known = run_of(recorder.folder)
     if known is not None and known.run != identity.run and not recorder.is_empty:
         allowed = f"the record of the run that {state.folder} holds ({identity.run}), or a new folder"

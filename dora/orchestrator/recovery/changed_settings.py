@@ -15,9 +15,10 @@ from typing import Any, Final
 from dora.config import Config, validated, value_at
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
+from dora.journal.content import LiveGroup
+from dora.journal.durable import OPEN
 from dora.journal.finding import Found
-from dora.journal.ledger import OPEN, LiveGroup
-from dora.orchestrator.recovery.recovery_state import standing
+from dora.orchestrator.recovery.recovery_state import restored_window
 from dora.orchestrator.rollout.responses.buffer import sampling_of
 
 FIXED: Final = (
@@ -48,7 +49,7 @@ def check_changes(before: Config, now: Config, found: Found, folder: str) -> Non
 
 
 def settings_before(found: Found) -> Config:
-    return validated(json.loads(found.ledger.values["config"]))
+    return validated(json.loads(found.durable.config))
 
 
 def pinned(groups: Sequence[LiveGroup], before: Config, now: Config) -> list[LiveGroup]:
@@ -65,13 +66,13 @@ def pinned(groups: Sequence[LiveGroup], before: Config, now: Config) -> list[Liv
 
 def _check_window(now: Config, found: Found) -> None:
     """Raises InvalidValue if admitted groups do not fit into steps of this size by their deadlines."""
-    values, window = found.ledger.values, now.window
-    taken = sum(group.step != OPEN for group in found.groups)
-    stands = standing(values, taken, window)
+    durable = found.durable
+    stands = restored_window(durable, now.window)
     now.check_groups_per_step(stands.groups_per_step, "window.groups_per_step")
     if not stands.groups_per_step:
         return
-    newest, is_short = values["newest"], values["short_step"] == values["newest"]
+    newest, is_short = durable.newest, durable.short_step == durable.newest
+    taken = sum(group.step != OPEN for group in found.groups)
     # the open step's groups count as due in it; a step that ended short takes no more
     first, due = (newest + 1, 0) if is_short else (newest, taken)
     least, why = due, f"step {newest} has taken {taken} groups; commit it with the old value first"
@@ -92,7 +93,7 @@ def _check_context(before: Config, now: Config, found: Found) -> None:
         return
     for what, settings, prompts in (
         ("admitted", before, [group.prompt for group in found.groups]),
-        ("queued", now, [prompt for _, prompt in found.ledger.queued()]),
+        ("queued", now, [prompt for _, prompt in found.queued]),
     ):
         longest, prompt = max(((_tokens(settings, each), each) for each in prompts), default=(0, None), key=_first)
         if longest > limit and prompt is not None:

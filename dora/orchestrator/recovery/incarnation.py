@@ -1,10 +1,10 @@
 """One life of a service: what it has of the life before it, and what its workers keep for the next one."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from dora.journal.durable import Durable
 from dora.orchestrator.recovery.reattachment import Reattachment
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
@@ -21,12 +21,12 @@ def _without_state() -> Reattachment:
 
 @dataclass(slots=True)
 class Incarnation:
-    """``number``: restarts of the service so far. ``resumed``: the ledger's values at the start; empty without a
-    ledger. ``orphan_timeout_s``: how long workers and hosts live without this service.
+    """``number``: restarts of the service so far. ``resumed``: the durable state at the start. ``orphan_timeout_s``:
+    how long workers and hosts live without this service.
     """
 
     number: int = 0
-    resumed: Mapping[str, Any] = field(default_factory=dict)
+    resumed: Durable = field(default_factory=Durable)
     orphan_timeout_s: float = 0.0
     reattachment: Reattachment = field(default_factory=_without_state)
 

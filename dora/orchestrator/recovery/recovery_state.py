@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from dora.core.commands import RejectVersion
 from dora.core.rules import learning
 from dora.core.table import Column
 from dora.data.types import Prompt
-from dora.journal.content import Requests, started
-from dora.journal.ledger import OPEN, Ledger, LiveGroup
+from dora.journal.content import LiveGroup, Requests, started
+from dora.journal.durable import OPEN, Durable
 from dora.journal.records import CLOSED
 from dora.orchestrator.rollout.responses.session_paths import prompt_of, runs_of, shift_of
 
@@ -34,24 +34,25 @@ class RestoredWindow:
     is_resized: bool  # the size in force is not the one before the start
 
 
-def standing(values: Mapping[str, Any], taken: int, window: WindowConfig) -> RestoredWindow:
-    """``values``: of the ledger. ``taken``: groups that the open step has.
+def restored_window(durable: Durable, window: WindowConfig) -> RestoredWindow:
+    """Returns the window at a start.
 
     A configured number of groups per step replaces the one before, also for the open step. The size in force becomes
     the nearest that ``window`` allows, for groups admitted from now on (invariants.md, C3).
     """
-    newest, groups = values["newest"], window.groups_per_step or values["groups_per_step"]
-    before = values["window_size"] or window.least
+    newest, groups = durable.newest, window.groups_per_step or durable.groups_per_step
+    taken = sum(group.step != OPEN for group in durable.groups.values())
+    before = durable.window_size or window.least
     size = min(max(before, window.least), window.most)
-    is_filled = taken == groups > 0 or values["short_step"] == newest
-    step, left_behind = newest + is_filled, values["left_behind"]
+    is_filled = taken == groups > 0 or durable.short_step == newest
+    step, left_behind = newest + is_filled, durable.left_behind
     if size != before:
         left_behind = max(left_behind, step - before + 1)
     return RestoredWindow(step, groups if is_filled else groups - taken, groups, size, left_behind, size != before)
 
 
 def restored(
-    ledger: Ledger,
+    durable: Durable,
     groups: Sequence[LiveGroup],
     requests: Requests,
     offer: Callable[[Prompt], on.OfferedPrompt],
@@ -64,9 +65,8 @@ def restored(
 
     ``now``: in seconds, on the journal's clock. ``incarnation``: the one that begins.
     """
-    values = ledger.values
     taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
-    stands = standing(values, len(taken), window)
+    stands = restored_window(durable, window)
     stages = np.where(requests.ends > 0, FINISHED, UNFINISHED).astype(np.uint8)
     sizes = [len(group.rows) for group in groups]
     of_session = np.repeat([bool(group.prompt.environment) for group in groups], sizes)
@@ -86,14 +86,14 @@ def restored(
     stages[list(requests.verdicts)] = SCORED
     rewards = _rest(groups, requests, stages)
     return on.Restored(
-        newest=values["newest"],
+        newest=durable.newest,
         step=stands.step,
         left=stands.left,
         groups_per_step=stands.groups_per_step,
         window_versions=stands.size,
-        retired=values["retired"],
-        trainer_epoch=values["trainer_epoch"],
-        groups_named=_next_name(values["groups_named"], incarnation),
+        retired=durable.retired,
+        trainer_epoch=durable.trainer_epoch,
+        groups_named=_next_name(durable.groups_named, incarnation),
         commands_sent=incarnation * COMMANDS_A_LIFE,
         groups=tuple(
             on.RestoredGroup(
@@ -117,13 +117,13 @@ def restored(
         leased=tuple(group.group_id for group in taken),
         finished=_finished(groups, requests, stages),
         left_behind=stands.left_behind,
-        short_step=values["short_step"],
+        short_step=durable.short_step,
         rejected=tuple(
             RejectVersion(each.version, tuple(each.worker_ids), each.reason, each.canary_difference)
-            for each in ledger.rejected()
+            for each in durable.rejections()
         ),
-        learnt=learning.without_window(values["learnt"]) if stands.is_resized else values["learnt"],
-        counters=_counters(values["counters"], len(groups), len(taken)),
+        learnt=learning.without_window(durable.learnt) if stands.is_resized else durable.learnt,
+        counters=_counters(durable.counters, len(groups), len(taken)),
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +12,9 @@ from dora.core import events as on
 from dora.data.run_record import CancelledGroup
 from dora.data.trajectory import TrajectoryGroup
 from dora.journal import records
-from dora.journal.content import Requests
+from dora.journal.content import LiveGroup, Requests
+from dora.journal.durable import OPEN
 from dora.journal.finding import Found
-from dora.journal.ledger import OPEN, LiveGroup, admitted_again
 from dora.orchestrator.recovery import recovery_state
 from dora.orchestrator.recovery.changed_settings import pinned, settings_before
 from dora.orchestrator.rollout.journal import Journal
@@ -30,19 +31,19 @@ def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: 
 
     Groups that lost tokens are generated again.
     """
-    values, groups = found.ledger.values, list(found.groups)
+    groups = list(found.groups)
     if not found.is_new:
         groups = _pinned(journal, found, config)
     journal.note(records.Begun(incarnation, time.time(), awake_s(), config))
-    number, first = values["next_number"], 0
+    number, first = found.durable.next_number, 0
     damaged = set(found.requests.damaged)
     for index, group in enumerate(groups):
         size = len(group.rows)
         if index in damaged:
             log.error("%s is generated again: tokens of it were lost", group.group_id)
-            journal.note(records.Renumbered(group.number, number))
-            _begin_anew(found.requests, range(first, first + size))
             groups[index] = replace(group, number=number, step=OPEN, taken=0)
+            journal.note(groups[index].admitted(replaces=group.number))
+            _begin_anew(found.requests, range(first, first + size))
             number += size
         first += size
     return groups
@@ -56,7 +57,7 @@ def _pinned(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
     now = validated(json.loads(config))
     changed = {group.number: group for group in pinned(found.groups, settings_before(found), now)}
     for group in changed.values():
-        journal.note(admitted_again(group))
+        journal.note(group.admitted())
     return [changed.get(group.number, group) for group in found.groups]
 
 
@@ -84,15 +85,15 @@ def restore_buffer(
 
 
 def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup]) -> None:
-    values = found.ledger.values
+    durable = found.durable
     ledger.restore(
         ((group.prompt, group.position, group.arrival) for group in groups),
-        found.ledger.queued(),
-        found.ledger.cancelled(),
-        next_arrival=values["next_arrival"],
-        next_position=values["place"],
-        passed=found.ledger.positions(),
-        ended=values["prompts_ended"],
+        found.queued,
+        list(durable.cancelled),
+        next_arrival=durable.next_arrival,
+        next_position=durable.next_position,
+        passed=set(durable.passed),
+        ended=durable.prompts_ended,
     )
 
 
@@ -101,7 +102,7 @@ def restored(
 ) -> on.Restored:
     """Returns the core's first event. ``now``: seconds since the Unix epoch. ``incarnation``: the one that begins."""
     return recovery_state.restored(
-        found.ledger, groups, found.requests, partial(offer, buffer), window, now, incarnation
+        found.durable, groups, found.requests, partial(offer, buffer), window, now, incarnation
     )
 
 
@@ -114,7 +115,7 @@ def ran_on(requests: Requests) -> set[str]:
     }
 
 
-def cancelled_of(lines: list[str]) -> list[CancelledGroup]:
+def cancelled_of(lines: Iterable[str]) -> list[CancelledGroup]:
     """Cancelled groups, from their lines in the journal."""
     found = []
     for line in lines:

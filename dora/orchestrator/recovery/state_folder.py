@@ -1,8 +1,8 @@
 """The state folder of a service: its content, the settings that must fit it, and the restart from it.
 
 FOLDER/dora.lock       held while a service runs FOLDER/service.json    its address and token; readable by its owner
-alone FOLDER/processes.json  the processes that it has started; readable by its owner alone FOLDER/log/, ledger.db the
-journal (dora/journal) FOLDER/versions/       the weights of every version in the window
+alone FOLDER/processes.json  the processes that it has started; readable by its owner alone FOLDER/log/, the journal
+(dora/journal) FOLDER/versions/       the weights of every version in the window
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from typing import Any, Final
 
 from dora.config import Config, validated
 from dora.errors import MISSING, InvalidValue
-from dora.journal.finding import Found, find, finding
+from dora.journal.finding import Found, find
 from dora.journal.log import LOG_FOLDER, Sizes
 from dora.journal.versions import PersistedVersions
+from dora.orchestrator.recording.storage import check_room
 from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
 from dora.system.files import replace_durably, try_folder
 from dora.system.ownership import hold, is_held, owner_of, place_of
@@ -48,6 +49,7 @@ class ServiceIdentity:
     content: dict[str, str] = field(default_factory=dict)  # digests of what the run depends on (binding.py)
     begun_from: str = ""  # STATE@VERSION of the run whose weights are version 0; empty: the model's (begin_from.py)
     source: str = ""  # the prompts that one of them is of (source_of); empty: those of the last configuration
+    has_begun: bool = False  # the log has been written
     workers: int = -1  # of the service's own host, as operators scaled it; -1: they did not
     workers_set: int = -1  # ``workers.count`` at that time: another one holds instead
 
@@ -59,8 +61,8 @@ class ServiceIdentity:
             raise ValueError("a field has another type")
         if not all(isinstance(text, str) for text in self.content.values()):
             raise ValueError("a digest is no text")
-        if not (type(self.workers) is type(self.workers_set) is int):
-            raise ValueError("a number of workers is no whole number")
+        if not (type(self.workers) is type(self.workers_set) is int and isinstance(self.has_begun, bool)):
+            raise ValueError("a number of workers is no whole number, or has_begun neither true nor false")
         bytes.fromhex(self.kv_secret)
         bytes.fromhex(self.session_secret)
 
@@ -80,24 +82,27 @@ class StateFolder:
         if not self.found.is_new:
             check_changes(settings_before(self.found), config, self.found, str(self.folder))
 
-    def check_versions(self) -> None:
-        """Raises InvalidValue if the weights of a version that may be needed are missing."""
-        self._check_lacks(self.versions.lacking(self.found.ledger.versions()), "the weights")
+    def check(self) -> None:
+        """Raises InvalidValue if the log, or the weights of a version that may be needed, are missing."""
+        if self.found.is_new and self.identity.has_begun:
+            allowed = f"with its {LOG_FOLDER}/, which was removed; restore it from a copy, or begin in a new folder"
+            raise InvalidValue(SETTING, str(self.folder), allowed, why="cannot be carried on")
+        self._check_lacks(self.versions.lacking(self.found.durable.versions), "the weights")
 
     def drop_others(self) -> None:
         """Drops the weights of versions that were never acknowledged."""
-        self.versions.only(self.found.ledger.versions())
+        self.versions.only(self.found.durable.versions)
 
     def bring_back_versions(self, store: Path) -> None:
         """Copies the versions into a store's folder. Raises InvalidValue if one differs from the publication, and
         OSError.
         """
-        damaged = self.versions.bring_back(self.found.ledger.versions(), store, is_sound)
+        damaged = self.versions.bring_back(self.found.durable.versions, store, is_sound)
         self._check_lacks(damaged, UNDAMAGED)
 
     def check_brings_back(self, store: Path) -> None:
         """Raises InvalidValue if ``bring_back_versions`` would; changes nothing."""
-        self._check_lacks(self.versions.damaged(self.found.ledger.versions(), store, is_sound), UNDAMAGED)
+        self._check_lacks(self.versions.damaged(self.found.durable.versions, store, is_sound), UNDAMAGED)
 
     def _check_lacks(self, versions: Sequence[int], what: str) -> None:
         if versions:
@@ -157,14 +162,12 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
         try:
             identity, versions = _identity(folder), PersistedVersions(folder / VERSIONS_FOLDER)
             state = StateFolder(folder, find(folder, sizes), versions, identity, held.place)
+            if state.found.is_new:
+                check_room(folder)
         except OSError as error:
             raise _unusable(folder, error) from error
-        try:
-            state.check_versions()
-            state.drop_others()
-        except BaseException:
-            state.found.ledger.close()
-            raise
+        state.check()
+        state.drop_others()
         yield state
     finally:
         held.close()
@@ -186,15 +189,14 @@ def reading_state(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
         raise _unusable(folder, error) from error
     if is_held(folder / LOCK_FILE):
         raise _in_use(folder)
-    with contextlib.ExitStack() as stack:
-        try:
-            identity, versions = _identity(folder), PersistedVersions(folder / VERSIONS_FOLDER, repairs=False)
-            found = stack.enter_context(finding(folder, sizes))
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        state = StateFolder(folder, found, versions, identity, place_of(folder / LOCK_FILE))
-        state.check_versions()
-        yield state
+    try:
+        identity, versions = _identity(folder), PersistedVersions(folder / VERSIONS_FOLDER, repairs=False)
+        found = find(folder, sizes, repairs=False)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    state = StateFolder(folder, found, versions, identity, place_of(folder / LOCK_FILE))
+    state.check()
+    yield state
 
 
 def _check_keeps(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from dora.data.types import Prompt
 from dora.errors import Conflict, IllegalTransition
 from dora.journal import records
-from dora.journal.ledger import CANCELLED_KEPT_MAX
+from dora.journal.durable import CANCELLED_KEPT_MAX
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.responses.state import ResponseState
 from dora.rpc.errors import LimitExceeded

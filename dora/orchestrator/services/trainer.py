@@ -19,6 +19,7 @@ from dora.core.rules.lifecycle import check_epoch
 from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import records
+from dora.journal.durable import Durable
 from dora.orchestrator.core import ServiceCore
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.rollout import distributions as of
@@ -68,18 +69,18 @@ class TrainerService(stubs.TrainerServicer):
     _publishing: Publishing
     _draining: Draining
     _model: Path
-    _resumed: Mapping[str, Any]  # the ledger's values of an earlier incarnation; empty: there was none
+    _resumed: Durable  # of the earlier incarnation
 
     def __post_init__(self) -> None:
-        self._epoch = self._resumed.get("trainer_epoch", 0)
+        self._epoch = self._resumed.trainer_epoch
         # A commit stores weights and then posts; an attach in between would strand that version.
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()  # running changes: the event loop keeps no reference to a task
         self._last_commit: tuple[int, bytes] | None = None
         self._last_republish: tuple[int, bytes] | None = None
-        if resumed := self._resumed:
-            self._last_commit = resumed["commit_step"], resumed["commit_digest"]
-            self._last_republish = resumed["republished"], resumed["republished_digest"]
+        if (resumed := self._resumed).incarnation >= 0:
+            self._last_commit = resumed.commit_step, resumed.commit_digest
+            self._last_republish = resumed.republished, resumed.republished_digest
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachReply:
         return await self._whole(self._attach(request))

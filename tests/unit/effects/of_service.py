@@ -79,8 +79,7 @@ def state(config: Config, place: Place) -> list[str]:
     with state_folder_of(config, DEFAULT_SIZES) as opened:
         if opened is None:
             return []
-        opened.found.ledger.close()
-    return [name for name in files(place.folder) if name == "state/ledger.db"]
+    return [name for name in files(place.folder) if name == "state/dora.lock"]
 
 
 async def address(config: Config, _: Place) -> str:
@@ -228,7 +227,7 @@ ROWS: Final[dict[str, Row]] = {
     "service.token_file": Shown(ROTATED),
     "service.token_overlap_s": Shown(ROTATED),
     "service.run_folder": Seen("mine", run_folder, "mine"),
-    "service.state": Seen("state", state, ["state/ledger.db"]),
+    "service.state": Seen("state", state, ["state/dora.lock"]),
     "service.begin_from": Shown(E2E + "test_begin_from_fake.py::test_a_new_run_begins_with_a_version_of_another"),
     "service.carry_on_from": Shown(
         E2E + "test_copies_fake.py::test_an_older_state_beside_a_newer_record_trains_no_group_twice"

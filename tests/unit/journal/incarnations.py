@@ -9,7 +9,7 @@ import numpy as np
 
 from dora.data.types import Prompt
 from dora.journal import records
-from dora.journal.finding import LEDGER_FILE, Found, find
+from dora.journal.finding import Found, find
 from dora.journal.log import LOG_FOLDER, Log, Sizes
 
 SMALL = Sizes(flush_s=0.001, flush_bytes=1000, segment_bytes=6000)
@@ -108,7 +108,7 @@ def opened(folder: Path, sizes: Sizes = SMALL, faults: list[OSError | None] | No
     found = find(folder, sizes)
     log = Log(
         folder / LOG_FOLDER,
-        found.ledger,
+        found.durable,
         number=found.number,
         position=found.position,
         compaction=found.compaction,
@@ -132,17 +132,11 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def forget_ledger(folder: Path) -> None:
-    for path in folder.glob(f"{LEDGER_FILE}*"):
-        path.unlink()
-
-
 def check(found: Found, known: Known) -> None:
     """All that is known is found, and nothing else."""
-    values = found.ledger.values
     assert [group.number for group in found.groups] == sorted(known.steps)
     assert {group.number: group.step for group in found.groups} == known.steps
-    assert (values["newest"], values["place"]) == (known.newest, known.position)
+    assert (found.durable.newest, found.durable.next_position) == (known.newest, known.position)
     numbers = [group.number + index for group in found.groups for index in range(GROUP_SIZE)]
     requests = found.requests
     for position, number in enumerate(numbers):

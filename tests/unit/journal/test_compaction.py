@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,19 +16,14 @@ import pytest
 from dora.data.types import Prompt
 from dora.journal import compaction, frames, records
 from dora.journal import log as journal_log
-from dora.journal.content import Content
+from dora.journal.content import Content, Requests
+from dora.journal.durable import Durable
 from dora.journal.finding import find
-from dora.journal.ledger import Ledger
 from dora.journal.log import LOG_FOLDER, Log
-from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
+from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, opened, until
 
 SIZES = replace(SMALL, segment_bytes=3000)
 NEVER = 1000  # a step that is not trained here
-
-
-@pytest.fixture(autouse=True)
-def the_ledger_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_log, "LEDGER_S", 0.0)
 
 
 async def with_slow_groups(log: Log, told: Incarnation, steps: int = 16) -> None:
@@ -81,7 +75,6 @@ async def test_a_crash_before_the_old_segment_goes_leaves_nothing_twice(
     for crash in range(crashes):
         found = find(tmp_path / f"crash{crash}")
         assert found.said == [] and found.requests.damaged == []
-        found.ledger.close()
     assert crashes > 5
     await check_again(folder, told.known)
 
@@ -95,17 +88,15 @@ async def test_a_write_that_fails_in_the_midst_leaves_nothing_twice(
     told = Incarnation(log.append, Known())
     real, written, failed = log._append, -1, 0
 
-    def append(chunk: list[Any]) -> None:
+    def append(chunk: list[Any], *, is_copy: bool = False) -> None:
         nonlocal written, failed
-        if any(
-            isinstance(record, records.Tokens) and len(record.ats) for _, record in chunk
-        ):  # as what is written anew
+        if is_copy:
             chosen = log._compaction._chosen
             if chosen == written and failed < 4:
                 failed, written = failed + 1, -1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             written = -1 if chosen is None else chosen
-        real(chunk)
+        real(chunk, is_copy=is_copy)
 
     monkeypatch.setattr(log, "_append", append)
     await with_slow_groups(log, told)
@@ -124,8 +115,8 @@ async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) ->
     log.append(records.Leased(old, NEVER))
     await log.close()
     found, log = opened(tmp_path, SIZES)
-    new = found.ledger.values["next_number"]
-    log.append(records.Renumbered(old, new))
+    new = found.durable.next_number
+    log.append(replace(found.groups[0], number=new, step=-1).admitted(replaces=old))
     known = told.known
     known.tokens, known.scored, known.steps, known.next_number = {}, set(), {}, new + 2
     told = Incarnation(log.append, known)
@@ -135,9 +126,6 @@ async def test_a_renumbered_group_is_found_from_the_log_alone(tmp_path: Path) ->
     await log.checkpoint()
     await log.close()
     assert segment_paths(tmp_path)[0].stem > "00000001", "the segment is gone in which it was admitted"
-    for _ in range(2):
-        await check_again(tmp_path, known)
-        forget_ledger(tmp_path)
     await check_again(tmp_path, known)
 
 
@@ -157,11 +145,9 @@ async def test_what_was_cancelled_is_known_from_the_log_alone(tmp_path: Path) ->
     await log.checkpoint()
     await log.close()
     assert segment_paths(tmp_path)[0].stem > "00000001"
-    for _ in range(2):
-        found = find(tmp_path, SIZES)
-        assert found.ledger.dropped() == ['{"group": "g0"}'] and found.ledger.cancelled() == ["g0", "z", "a"]
-        found.ledger.close()
-        forget_ledger(tmp_path)
+    found = find(tmp_path, SIZES)
+    assert list(found.durable.dropped.values()) == ['{"group": "g0"}']
+    assert list(found.durable.cancelled) == ["g0", "z", "a"]
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 20, 60], ids=["at once", "in parts"])
@@ -175,7 +161,7 @@ async def test_a_segment_that_cannot_be_read_once_stays(
     told = Incarnation(log.append, Known())
     real, failed = frames.records, 0
 
-    def records(segment: frames.LogSegment, end: int | None = None) -> Iterator[tuple[int, memoryview]]:
+    def records(segment: frames.LogSegment, end: int | None = None) -> Iterator[tuple[int, int, memoryview]]:
         nonlocal failed
         failed += 1
         for position, record in enumerate(real(segment, end)):
@@ -194,7 +180,7 @@ async def test_a_segment_that_cannot_be_read_once_stays(
 def cut_off_the_last_record(path: Path) -> None:
     segment = frames.opened(path)
     assert segment is not None
-    *_, (last, _) = frames.records(segment)
+    *_, (last, _, _) = frames.records(segment)
     os.truncate(path, last)
 
 
@@ -222,12 +208,13 @@ async def test_a_segment_that_is_damaged_stays_and_a_start_tells_it(
     await log.settled()
     (first,) = (tmp_path / LOG_FOLDER).iterdir()
     hurt(first)
-    await with_slow_groups(log, told)
+    while not faults:
+        await with_slow_groups(log, told)
+        await log.checkpoint()
     await log.close()
     assert first.exists() and [fault.errno for fault in faults if fault is not None] == [errno.EIO]
     found = find(tmp_path)
     assert found.groups[0].number == kept and first.name in found.said[0] and told_as in found.said[0]
-    found.ledger.close()
 
 
 async def test_that_storage_is_well_again_is_told_after_a_write(
@@ -239,11 +226,10 @@ async def test_that_storage_is_well_again_is_told_after_a_write(
     told = Incarnation(log.append, Known())
     append, write, is_full, tries = log._append, journal_log._write, False, 0
 
-    def appended(chunk: list[Any]) -> None:
+    def appended(chunk: list[Any], *, is_copy: bool = False) -> None:
         nonlocal is_full
-        in_compaction = any(isinstance(record, records.Tokens) and len(record.ats) for _, record in chunk)
-        is_full |= in_compaction and log._written == log.appended  # nothing else waits
-        append(chunk)
+        is_full |= is_copy
+        append(chunk, is_copy=is_copy)
 
     def written(descriptor: int, parts: Sequence[bytes]) -> None:
         nonlocal tries
@@ -255,10 +241,11 @@ async def test_that_storage_is_well_again_is_told_after_a_write(
     with monkeypatch.context() as patched:
         patched.setattr(log, "_append", appended)
         patched.setattr(journal_log, "_write", written)
-        while not is_full:
-            await with_slow_groups(log, told, 2)
-            checkpoint = asyncio.create_task(log.checkpoint())  # compacts once nothing else waits
-            await until(lambda: is_full or checkpoint.done())  # noqa: B023  (awaited here)
+        with monkeypatch.context() as unnoticed:
+            unnoticed.setattr(log._compaction, "changed", lambda durable: None)
+            await with_slow_groups(log, told, 6)
+        checkpoint = asyncio.create_task(log.checkpoint())  # compacts, and nothing else waits
+        await until(lambda: is_full)
         await until(lambda: bool(faults))
         for before in (1, 2):
             log.try_again()
@@ -273,50 +260,22 @@ async def test_that_storage_is_well_again_is_told_after_a_write(
     await check_again(tmp_path, told.known)
 
 
-async def test_that_the_ledger_can_be_written_again_is_told_after_a_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_log, "LEDGER_S", 3600.0)
-    faults: list[OSError | None] = []
-    _, log = opened(tmp_path, SIZES, faults)
-    tries = 0
-
-    def apply(following: list[records.LogRecord], position: int) -> None:
-        nonlocal tries
-        tries += 1
-        error = sqlite3.OperationalError("database or disk is full")
-        error.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise error
-
-    with monkeypatch.context() as patched:
-        await log.checkpoint()
-        patched.setattr(log._ledger, "apply", apply)
-        log.append(records.WorkerBegan(7))
-        await log.checkpoint()
-        for before in (1, 2):
-            log.try_again()
-            await until(lambda before=before: tries > before or None in faults)  # type: ignore[misc]
-        assert None not in faults and isinstance(faults[0], OSError) and faults[0].errno == errno.ENOSPC
-    log.try_again()
-    await until(lambda: faults[-1] is None)
-    await log.close()
-
-
 async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_path: Path) -> None:
-    """The ledger has all that it said. What of that is alive is in the log again before it goes."""
+    """A later checkpoint has all that it said."""
     _, log = opened(tmp_path, SIZES)
     told = Incarnation(log.append, Known())
     waiting = Prompt("waits", "sum", (1, 2))
-    log.append(records.Submitted([1], [records.prompt_values(waiting)]))
-    kept = told.admit()
-    log.append(records.Leased(kept, NEVER))
-    told.known.steps[kept] = NEVER
-    del told.known.tokens[kept], told.known.tokens[kept + 1]  # nothing is reported of them
+    log._compaction.changed = lambda durable: None  # type: ignore[method-assign]
     for step in range(3):
         told.step(groups=step)
         await log.settled()
-    await log.close()
     first = segment_paths(tmp_path)[0]
+    told.step(groups=6)
+    await log.settled()
+    log.append(records.Submitted([1], [records.prompt_values(waiting)]))
+    told.step(groups=3)
+    await log.close()
+    assert len(segment_paths(tmp_path)) > 2
     flip(first, at=20)
     found, log = opened(tmp_path, SIZES)
     assert "header is damaged" in found.said[0]
@@ -324,25 +283,29 @@ async def test_a_segment_without_its_header_goes_once_it_was_passed_over(tmp_pat
     await log.checkpoint()
     await log.close()
     assert first not in segment_paths(tmp_path)
-    for _ in range(2):
-        found = find(tmp_path, SIZES)
-        assert found.said == [] and [prompt for _, prompt in found.ledger.queued()] == [waiting]
-        assert {group.number: group.step for group in found.groups} == told.known.steps
-        found.ledger.close()
-        forget_ledger(tmp_path)
+    found = find(tmp_path, SIZES)
+    assert found.said == [] and [prompt for _, prompt in found.queued] == [waiting]
+    assert {group.number: group.step for group in found.groups} == told.known.steps
 
 
 def test_stretches_that_are_there_twice_count_once() -> None:
     """With all that came with them, whether they were written anew beside others or alone."""
     prompt = records.prompt_values(Prompt("p0", "sum", (1, 2), "what", 2))
-    ledger = Ledger(None)
-    ledger.apply([records.Admitted(0, "g0", prompt, 0, 1, 2, 1.0, [0, 1], 0, 0)], 1)
+    admitted = records.Admitted(0, "g0", prompt, 0, 1, 2, 1.0, [0, 1], 0, 0)
+    durable = Durable()
+    durable.apply(admitted)
+
+    def collected(*tokens: records.Tokens) -> Requests:
+        content = Content(durable)
+        content.add([admitted, *tokens])
+        return content.requests(content.groups())
+
     begin = tokens([0, 1], [0, 0], [2, 1], segment_starts=[[0, "w0", 0, "new"], [1, "w0", 0, "new"]])
     middle = tokens([0, 1], [2, 1], [1, 2])
     end = tokens([0, 1], [3, 3], [1, 0], ends=[1, 2], stops=[[0, "stop"]], segment_starts=[[0, "w1", 3, "migrated"]])
-    once = Content(ledger.groups()).of([begin, middle, end], [])
+    once = collected(begin, middle, end)
     anew = [records.joined([begin, middle]), records.only(end, np.array([True, False])), records.joined([end])]
-    twice = Content(ledger.groups()).of([begin, *anew, middle, end], [])
+    twice = collected(begin, *anew, middle, end)
     assert once.damaged == twice.damaged == []
     assert (twice.begins.tolist(), twice.counts.tolist()) == ([0, 4], [4, 3])
     assert twice.tokens.tobytes() == once.tokens.tobytes() and twice.ends.tolist() == once.ends.tolist() == [1, 2]
@@ -352,7 +315,7 @@ def test_stretches_that_are_there_twice_count_once() -> None:
         == {0: [("w0", 0, "new"), ("w1", 3, "migrated")], 1: [("w0", 0, "new")]}
     )
     assert twice.stops == once.stops and twice.routed == once.routed == {0: b"00010203", 1: b"101112"}
-    lost = Content(ledger.groups()).of([begin, begin, end], [])
+    lost = collected(begin, begin, end)
     assert lost.damaged == [0], "what is twice does not stand for what is lost"
 
 

@@ -1,4 +1,4 @@
-"""The log and its ledger: what was told is found again, after a stop, a crash, compaction, disk faults, damage."""
+"""The log and the state that it folds: all is found again after a stop, a crash, compaction, disk faults, damage."""
 
 import shutil
 import tracemalloc
@@ -11,14 +11,15 @@ import pytest
 
 from dora.data.types import Prompt
 from dora.errors import InvalidValue
-from dora.journal import content, frames, records
+from dora.journal import frames, records
 from dora.journal import log as journal_log
 from dora.journal.content import Content
-from dora.journal.finding import LEDGER_FILE, find
+from dora.journal.durable import Durable
+from dora.journal.finding import find
 from dora.journal.log import LOG_FOLDER, Sizes
 from tests.abuse.full import files_up_to
 from tests.refusals import refused
-from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, forget_ledger, opened, until
+from tests.unit.journal.incarnations import SMALL, Incarnation, Known, check, flip, opened, until
 
 
 def size_of(folder: Path) -> int:
@@ -28,15 +29,13 @@ def size_of(folder: Path) -> int:
 async def test_a_new_folder_has_nothing(tmp_path: Path) -> None:
     found = find(tmp_path / "new")
     assert found.is_new and not found.groups and not found.said and found.position == 0
-    found.ledger.close()
 
 
-@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
-async def test_lives_follow_each_other(tmp_path: Path, ledger: bool) -> None:
+async def test_lives_follow_each_other(tmp_path: Path) -> None:
     known = Known()
     for incarnation in range(4):
         found, log = opened(tmp_path)
-        assert found.said == [] and found.ledger.values["life"] == incarnation - 1
+        assert found.said == [] and found.durable.incarnation == incarnation - 1
         check(found, known)
         log.append(records.Begun(incarnation, 1.0, 2.0, "{}"))
         told = Incarnation(log.append, known, incarnation)
@@ -44,8 +43,6 @@ async def test_lives_follow_each_other(tmp_path: Path, ledger: bool) -> None:
             told.step()
         told.report()
         await log.close()
-        if not ledger:
-            forget_ledger(tmp_path)
     found, log = opened(tmp_path)
     check(found, known)
     await log.close()
@@ -61,7 +58,6 @@ async def test_what_is_waited_for_is_on_disk(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / LOG_FOLDER, tmp_path / "copy" / LOG_FOLDER)
     copy = find(tmp_path / "copy")
     check(copy, told.known)
-    copy.ledger.close()
     await log.close()
 
 
@@ -82,16 +78,11 @@ async def test_the_log_stays_small(tmp_path: Path) -> None:
     await log.close()
 
 
-@pytest.mark.parametrize("late_s", [0.0, 3600.0], ids=["at once", "late"])
-@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
-async def test_what_is_alive_in_old_segments_is_written_anew(
-    tmp_path: Path, ledger: bool, late_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_alive_in_old_segments_is_written_anew(tmp_path: Path) -> None:
     """A group that is never trained on outlives many segments, and is found whole; so is a queued prompt.
 
-    Those that have been trained on stay away, however far the ledger is behind.
+    Those that have been trained on stay away.
     """
-    monkeypatch.setattr(journal_log, "LEDGER_S", late_s)
     sizes = replace(SMALL, segment_bytes=1500)
     _, log = opened(tmp_path, sizes)
     told = Incarnation(log.append, Known())
@@ -112,21 +103,15 @@ async def test_what_is_alive_in_old_segments_is_written_anew(
     assert size.segments <= 4, "there was something alive in six"
     await log.close()
     told.known.tokens |= slow
-    if not ledger:
-        forget_ledger(tmp_path)
     found, log = opened(tmp_path)
     check(found, told.known)
-    assert [prompt for _, prompt in found.ledger.queued()] == [queued[0], *queued[2:]]
+    assert [prompt for _, prompt in found.queued] == [queued[0], *queued[2:]]
     assert found.groups[0].number == kept and found.groups[0].rows == (0, 1)
     await log.close()
 
 
-@pytest.mark.parametrize("ledger", [True, False], ids=["with its ledger", "from the log alone"])
-async def test_a_start_holds_no_more_than_what_is_alive(
-    tmp_path: Path, ledger: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_start_holds_no_more_than_what_is_alive(tmp_path: Path) -> None:
     """No segment is deleted: each has groups that are alive at its end, and trained on later."""
-    monkeypatch.setattr(content, "SIFT_BYTES", 100_000)
     sizes = replace(SMALL, segment_bytes=100_000, compacts=False)
     _, log = opened(tmp_path, sizes)
     told = Incarnation(log.append, Known())
@@ -140,13 +125,10 @@ async def test_a_start_holds_no_more_than_what_is_alive(
         await log.settled()
     await log.close()
     assert size_of(tmp_path) > 13_000_000
-    if not ledger:
-        forget_ledger(tmp_path)
     tracemalloc.start()
     found = find(tmp_path, sizes)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    found.ledger.close()
     assert found.requests.counts.tolist() == len(found.groups) * [8192, 0] and found.groups
     assert peak_bytes < 3_000_000
 
@@ -237,6 +219,50 @@ def segments(folder: Path) -> list[Path]:
     return sorted((folder / LOG_FOLDER).iterdir())
 
 
+async def test_a_kill_at_any_write_leaves_a_state_to_continue_from(tmp_path: Path) -> None:
+    """20 steps in two incarnations, with compaction: after each write, what was acknowledged is there, and no more than
+    was appended. The state is the one to which the same records fold, and the log goes on from it.
+    """
+    folder, known, appended, writes = tmp_path / "state", Known(), list[records.LogRecord](), list[int]()
+
+    before = 0
+
+    def killed(log: journal_log.Log) -> None:
+        shutil.copytree(folder, tmp_path / f"killed{len(writes)}")
+        writes.append(before + log.durable)  # acknowledged before this write
+
+    for incarnation in range(2):
+        _, log = opened(folder, replace(SMALL, segment_bytes=3000))
+        before = len(appended)
+
+        def tell(record: records.LogRecord, log: journal_log.Log = log) -> None:
+            appended.append(record)
+            log.append(record)
+
+        log.synced = lambda took_s, log=log: killed(log)  # type: ignore[misc]
+        tell(records.Begun(incarnation, 1.0, 2.0, "{}"))
+        told = Incarnation(tell, known, incarnation)
+        for _ in range(10):
+            told.step()
+            await log.settled()
+        await log.close()
+    folds, fold = [], Durable()
+    for record in appended:
+        fold.apply(record)
+        folds.append(fold.checkpoint())
+    reached = 0
+    for number, acknowledged in enumerate(writes):
+        found, log = opened(tmp_path / f"killed{number}")
+        assert found.said == [] and found.requests.damaged == []
+        reached = next(each for each in range(reached, len(folds)) if folds[each] == found.durable.checkpoint())
+        following = next((each for each in range(reached, len(folds)) if folds[each] != folds[reached]), len(folds))
+        assert following >= acknowledged
+        log.append(records.WorkerBegan(7))
+        await log.close()
+        assert find(tmp_path / f"killed{number}").durable.worker_epoch == 7
+    assert len(writes) > 40 and reached == len(folds) - 1
+
+
 async def test_what_a_crash_cut_short_is_cut_off_and_said(tmp_path: Path) -> None:
     await recorded(tmp_path / "whole")
     last = segments(tmp_path / "whole")[-1]
@@ -248,21 +274,19 @@ async def test_what_a_crash_cut_short_is_cut_off_and_said(tmp_path: Path) -> Non
         (folder / LOG_FOLDER / last.name).write_bytes(whole[:size])
         found = find(folder)
         assert all("cut short" in line for line in found.said)
-        found.ledger.close()
         again = find(folder)
         assert again.said == [] or size < frames.HEADER_BYTES, "it is cut off once"
-        again.ledger.close()
 
 
 async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
-    """The ledger has what the facts said; groups whose tokens are lost are named, all others are whole."""
+    """A later checkpoint has what the facts said; groups whose tokens are lost are named, all others are whole."""
     known = await recorded(tmp_path)
     live = {number + index for number in known.steps for index in range(2)}
     first, offset = next(
         (path, offset)
         for path in segments(tmp_path)
-        for offset, body in frames.records(segment_of(path))
-        if isinstance(record := records.decoded(body), records.Tokens) and live & set(record.numbers.tolist())
+        for offset, code, body in frames.records(segment_of(path))
+        if isinstance(record := records.decoded(code, body), records.Tokens) and live & set(record.numbers.tolist())
     )
     flip(first, at=offset + 40)
     found = find(tmp_path)
@@ -275,7 +299,6 @@ async def test_damaged_tokens_cost_what_they_were_of(tmp_path: Path) -> None:
             tokens = found.requests.tokens["token_id"][begin : begin + count].tolist()
             whole = known.tokens[group.number + position % 2]
             assert index in found.requests.damaged or tokens == whole[: len(tokens)]
-    found.ledger.close()
 
 
 async def test_a_segment_that_ends_before_the_next_one_begins_is_told(tmp_path: Path) -> None:
@@ -283,57 +306,62 @@ async def test_a_segment_that_ends_before_the_next_one_begins_is_told(tmp_path: 
     known = await recorded(tmp_path)
     first = segments(tmp_path)[0]
     content = first.read_bytes()
-    for offset in [0, *(offset for offset, _ in frames.records(segment_of(first)))]:
+    for offset in [0, *(offset for offset, _, _ in frames.records(segment_of(first)))]:
         first.write_bytes(content[:offset])
         found = find(tmp_path)
         (said,) = found.said
         assert str(first) in said and ("are missing" in said if offset else "header is damaged" in said)
         assert {group.number: group.step for group in found.groups} == known.steps
-        found.ledger.close()
 
 
-async def test_damage_that_the_ledger_does_not_make_good_is_refused(tmp_path: Path) -> None:
-    await recorded(tmp_path)
-    forget_ledger(tmp_path)
-    first = segments(tmp_path)[-1]
-    content = first.read_bytes()
-    flip(first, at=content.find(b"\xd0\x0a\xa7\x1e", len(content) // 4) + 30)
-    with refused(InvalidValue, field="service.state"):
-        find(tmp_path)
-
-
-async def test_a_last_segment_without_its_header_is_refused_unless_the_ledger_has_what_it_said(tmp_path: Path) -> None:
-    """A start never removes it: records that are whole were written, and perhaps acknowledged."""
+async def test_a_damaged_fact_that_no_later_checkpoint_repeats_is_refused(tmp_path: Path) -> None:
+    """The last segment, without the checkpoint of its end. Its damaged tokens alone are no reason to refuse."""
     known = await recorded(tmp_path)
+    last = segments(tmp_path)[-1]
+    kinds = {offset: records.KINDS[code] for offset, code, _ in frames.records(segment_of(last))}
+    *_, end = kinds
+    assert kinds[end] is records.Checkpoint
+    whole, written = last.read_bytes(), segment_of(last)
+    list(frames.records(written, written.position(end)))
+    tried = set()
+    for offset, kind in [each for each in kinds.items() if frames.HEADER_BYTES < each[0] < written.last_write]:
+        last.write_bytes(whole[:end])
+        flip(last, at=offset + frames.HEAD_BYTES)
+        tried.add(kind)
+        if kind in (records.Tokens, records.Verdict, records.Checkpoint):
+            found = find(tmp_path)
+            assert {group.number: group.step for group in found.groups} == known.steps and len(found.said) == 1
+        else:
+            with refused(InvalidValue, field="service.state", names=(f"at byte {offset}",)):
+                find(tmp_path)
+        last.write_bytes(whole)
+        flip(last, at=offset + frames.HEAD_BYTES)
+        if kind is not records.Admitted:
+            assert {group.number: group.step for group in find(tmp_path).groups} == known.steps
+    assert {records.Tokens, records.Admitted} < tried
+
+
+async def test_a_last_segment_without_its_header_is_refused(tmp_path: Path) -> None:
+    """A start never removes it: records that are whole were written, and perhaps acknowledged."""
+    await recorded(tmp_path)
     last = segments(tmp_path)[-1]
     flip(last, at=20)
     content = last.read_bytes()
-    found, log = opened(tmp_path, replace(SMALL, compacts=False))
-    assert last.name in found.said[0] and "header is damaged" in found.said[0]
-    assert {group.number: group.step for group in found.groups} == known.steps
-    log.append(records.WorkerBegan(7))
-    await log.settled()
-    await log.close()
-    assert last.read_bytes() == content
-    for path in segments(tmp_path)[segments(tmp_path).index(last) + 1 :]:
-        path.unlink()
-    forget_ledger(tmp_path)
     for _ in range(2):
-        with refused(InvalidValue, field="service.state"):
+        with refused(InvalidValue, field="service.state", names=("header is damaged",)):
             find(tmp_path)
     assert last.read_bytes() == content
 
 
-async def test_a_damaged_ledger_is_made_anew(tmp_path: Path) -> None:
+async def test_a_damaged_checkpoint_costs_nothing_while_the_log_before_it_is_there(tmp_path: Path) -> None:
     known = await recorded(tmp_path)
-    ledger = tmp_path / LEDGER_FILE
-    content = bytearray(ledger.read_bytes())
-    content[: len(content) // 2] = bytes(len(content) // 2)
-    ledger.write_bytes(content)
+    for path in segments(tmp_path):
+        for offset, code, _ in list(frames.records(segment_of(path))):
+            if records.KINDS[code] is records.Checkpoint:
+                flip(path, at=offset + frames.HEAD_BYTES + 5)
     found = find(tmp_path)
-    assert len(found.said) == 1 and "made anew from the log" in found.said[0]
+    assert len(found.said) >= len(segments(tmp_path))
     check(found, known)
-    found.ledger.close()
 
 
 async def test_what_is_no_segment_and_those_of_another_schema_are_refused(tmp_path: Path) -> None:
@@ -363,10 +391,11 @@ def crc(body: bytes | bytearray) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- facts
 
 
-@pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\x92\x00\x01", b"\xc0", b"\x93\x06\x01\x02"])
+@pytest.mark.parametrize("body", [b"", b"\x91", b"\x91\xcc\xff", b"\xc0", b"\x93\x06\x01\x02"])
 def test_what_is_no_fact_is_refused(body: bytes) -> None:
-    with pytest.raises(InvalidValue):
-        records.decoded(body)
+    for code in (records.CODE[records.Leased], len(records.KINDS)):
+        with pytest.raises(InvalidValue):
+            records.decoded(code, body)
 
 
 def test_every_kind_of_fact_comes_back() -> None:
@@ -388,16 +417,13 @@ def test_every_kind_of_fact_comes_back() -> None:
         records.Attached(1, 2),
         records.WorkerBegan(1),
         records.WindowStands(1, 2, 3),
-        records.Renumbered(1, 2),
-        records.Standing({"a": 1}, [[1, "g", 2, -1, 0]], [1], [2], [[1, b"d", None]], [[3, "{}"]], ["a"], [[1, 64]]),
-        records.Standing({}, [], [], [], [], None, None, []),
+        records.Checkpoint(Durable().checkpoint(), [[1, 64]]),
         records.HostStands("h1", 2, {"h1-w0": "ab"}),
         records.HostStands("h1", 2, None),
     ]
     assert {type(record) for record in told} | {records.Tokens} == set(records.KINDS)
     for record in told:
-        body = records.encoded(record)
-        assert records.decoded(body) == record and records.kind_of(body) is type(record)
+        assert records.decoded(records.CODE[type(record)], records.encoded(record)) == record
     assert records.prompt_of(prompt) == Prompt("p", "t", (1, 2), "\udcff", 3, {"stop": ("x",), "seed": 1}, "{}", 2)
 
 
@@ -427,28 +453,29 @@ def test_tokens_are_cut_and_joined_column_by_column() -> None:
     assert both.routed_bytes.tolist() == [0, 0, 0, 0, 4] and both.ends.tolist() == [0, 1, 0, 1, 0]
     assert both.segment_starts == [[0, "w0", 0, "new"], [2, "w1", 0, "migrated"], [4, "w1", 0, "migrated"]]
     assert both.prompt_logprobs == [[0, b"0123"], [2, b"01234567"], [4, b"01234567"]]
-    back = records.decoded(records.encoded(both))
+    back = records.decoded(records.CODE[records.Tokens], records.encoded(both))
     assert isinstance(back, records.Tokens) and back.prompt_logprobs == both.prompt_logprobs
-    assert records.kind_of(records.encoded(both)) is records.Tokens
     assert (4 * back.logprobs).tolist() == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert len(Content([]).of([both], [])) == 0
+    content = Content(Durable())
+    content.add([both])
+    assert len(content.requests([])) == 0
 
 
 @pytest.mark.parametrize("what", ["folder", "files"])
 async def test_a_log_that_is_removed_while_it_is_written_acknowledges_nothing_more(what: str, tmp_path: Path) -> None:
-    """The removed content cannot be written again. A start reports the loss."""
+    """The removed content cannot be written again."""
     told: list[OSError | None] = []
     found = find(tmp_path)
     log = journal_log.Log(
         tmp_path / LOG_FOLDER,
-        found.ledger,
+        found.durable,
         number=found.number,
         position=found.position,
         compaction=found.compaction,
         fault=told.append,
     )
     log.append(records.Begun(0, 1.0, 2.0, "{}"))
-    await log.checkpoint()  # the ledger has it, too
+    await log.checkpoint()
     if what == "folder":
         shutil.rmtree(tmp_path / LOG_FOLDER)
     else:
@@ -461,5 +488,3 @@ async def test_a_log_that_is_removed_while_it_is_written_acknowledges_nothing_mo
         log.try_again()
     assert told and {error and error.strerror for error in told} == {journal_log.REMOVED}
     await log.close()
-    with refused(InvalidValue, field="service.state", names=("it was removed",)):
-        find(tmp_path)

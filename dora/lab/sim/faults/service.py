@@ -30,8 +30,8 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Prompt, Reward
 from dora.errors import DoraError
 from dora.journal import records
-from dora.journal.content import Content, Requests
-from dora.journal.ledger import Ledger, LiveGroup
+from dora.journal.content import Content, LiveGroup, Requests
+from dora.journal.durable import Durable
 from dora.journal.log import Log
 from dora.lab.sim.ledger import SimLedger as Books
 from dora.lab.sim.ledger import Violation
@@ -299,20 +299,20 @@ class SimService:
 
     def persisted(self, count: int) -> PersistedState:
         """The state that the first ``count`` records restore."""
-        ledger = Ledger(None)
-        ledger.apply(self.log.records[:count], count)
-        groups = ledger.groups()
-        tokens = [record for record in self.log.records[:count] if isinstance(record, records.Tokens)]
-        verdicts = [record for record in self.log.records[:count] if isinstance(record, records.Verdict)]
-        requests = Content(groups).of(tokens, verdicts)
+        durable = Durable()
+        for record in self.log.records[:count]:
+            durable.apply(record)
+        durable = Durable.from_checkpoint(durable.checkpoint())
+        content = Content(durable)
+        content.add(self.log.records[:count])
+        groups = content.groups()
+        requests = content.requests(groups)
         if requests.damaged:
             raise Violation(f"a prefix of the log lacks tokens or verdicts of {requests.damaged} (C2)")
         window, now_s = self._world.config.window, self._world.now_s
-        incarnation = ledger.values["life"] + 1
-        restored = recovery_state.restored(ledger, groups, requests, self._offered, window, now_s, incarnation)
-        number = ledger.values["next_number"]
-        ledger.close()
-        return PersistedState(groups, requests, restored, number)
+        incarnation = durable.incarnation + 1
+        restored = recovery_state.restored(durable, groups, requests, self._offered, window, now_s, incarnation)
+        return PersistedState(groups, requests, restored, durable.next_number)
 
     def _offered(self, prompt: Prompt) -> on.OfferedPrompt:
         return self._world.known_prompt(prompt.prompt_id)

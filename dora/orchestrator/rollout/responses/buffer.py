@@ -19,8 +19,7 @@ from dora.data.token_spans import Column, TokenColumns
 from dora.data.trajectory import TrajectoryGroup
 from dora.data.types import FINISH_REASONS, Arrival, Prompt, Reward, RoutingShape, SamplingParams
 from dora.journal import records
-from dora.journal.content import Requests
-from dora.journal.ledger import LiveGroup
+from dora.journal.content import LiveGroup, Requests
 from dora.orchestrator.rollout.responses.accepted import Accepted, BegunSegment
 from dora.orchestrator.rollout.responses.columns import ResponseColumns
 from dora.orchestrator.rollout.responses.delivery import delivered
