@@ -282,15 +282,14 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         end = begin + len(each.numbers)
         position, target = positions[begin:end], targets[begin:end]
         counts = each.counts.astype(np.int64)
+        pairs = np.empty(len(each.token_ids), TOKEN)
+        pairs["token_id"], pairs["logprob"] = each.token_ids, each.logprobs
         begins = np.cumsum(counts) - counts
-        cells = np.repeat(target - begins, counts) + np.arange(len(each.token_ids))
+        cells = np.repeat(target - begins, counts) + np.arange(len(pairs))
         if (position < 0).any():
             chosen = np.repeat(position >= 0, counts)
-            cells, token_ids, logprobs = cells[chosen], each.token_ids[chosen], each.logprobs[chosen]
-        else:
-            token_ids, logprobs = each.token_ids, each.logprobs
-        requests.tokens["token_id"][cells] = token_ids
-        requests.tokens["logprob"][cells] = logprobs
+            cells, pairs = cells[chosen], pairs[chosen]
+        requests.tokens.view(np.int64)[cells] = pairs.view(np.int64)  # one pass: a token is as wide as an int64
         for index, *segment_start in each.segment_starts:
             if position[index] >= 0:
                 requests.segment_starts.setdefault(int(position[index]), []).append(
