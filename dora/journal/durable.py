@@ -78,8 +78,9 @@ class Durable:
             method(self, record)
 
     def checkpoint(self) -> bytes:
-        packed: bytes = msgpack.packb([getattr(self, name) for name in _NAMES], unicode_errors=_TEXT_ERRORS)
-        return packed
+        """Packs field by field, because no other thread runs while one is packed."""
+        packer = msgpack.Packer(unicode_errors=_TEXT_ERRORS)
+        return b"".join([packer.pack_array_header(len(_NAMES)), *(packer.pack(getattr(self, name)) for name in _NAMES)])
 
     @classmethod
     def from_checkpoint(cls, checkpoint: bytes) -> "Durable":
