@@ -63,15 +63,13 @@ class LaxityPolicy(BasePolicy):
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         if worker.is_empty:
             return True
-        context, most = dispatcher.context_tokens(row), self._most(worker)
-        tokens, expected, longest = (
-            int(dispatcher.requests[name][row]) for name in ("tokens", "expected", "max_tokens")
-        )
-        ceiling = self._ceiling(dispatcher, worker) + context + max(expected, longest) - tokens
-        if ceiling <= most:
-            self._ceilings[worker.index] = ceiling
-            return True
-        left = max(1, expected - tokens)
+        requests, context, most = dispatcher.requests, dispatcher.context_tokens(row), self._most(worker)
+        left = max(1, int(requests["expected"][row]) - int(requests["tokens"][row]))
+        if (ceiling := self._ceiling(dispatcher, worker)) < inf:
+            ceiling += context + max(left, int(requests["max_tokens"][row]) - int(requests["tokens"][row]))
+            if ceiling <= most:
+                self._ceilings[worker.index] = ceiling
+                return True
         ahead = zip(self._forecast(dispatcher, worker), TUNING.engine_tokens, strict=True)
         forecast = [kv + (context + tokens) if left > tokens else kv for kv, tokens in ahead]
         if max(forecast) > most:
