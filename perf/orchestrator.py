@@ -2,6 +2,7 @@
 
     python perf/orchestrator.py --json
     python perf/orchestrator.py --workers 16 128 1024 --tokens-per-s-most 1000000
+    python perf/orchestrator.py --workers 1024 --only trajectories --profile  # where the time goes, instead of rates
 
 The service is the real one, in a process of its own, without workers of its own. A swarm of synthetic workers, one
 process that speaks for all of them over loopback, and a trainer load it. Seconds of a core are those of the service's
@@ -21,8 +22,10 @@ journal costs by itself, and what a restart with requests in flight takes.
 import argparse
 import asyncio
 import contextlib
+import cProfile
 import gc
 import json
+import pstats
 import resource
 import sys
 import time
@@ -47,6 +50,7 @@ from dora.system.memory import give_back_memory
 
 GROUP_SIZE: Final = 8
 LAG_S: Final = 0.005
+PROFILED: Final = 60  # functions that --profile prints, by each order
 PAGE_BYTES: Final = resource.getpagesize()
 COLUMNS: Final = (
     "workers",
@@ -79,6 +83,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("tokens", "trajectories"), help="one of the two parts")
     parser.add_argument("--set", action="append", default=[], help="a setting of the service: section.field=value")
     parser.add_argument("--no-journal", action="store_true", help="the service keeps no state")
+    parser.add_argument("--profile", action="store_true", help="print the functions with most of the event loop's time")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     open_many_files()
@@ -115,13 +120,14 @@ async def part_of(options: argparse.Namespace, workers: int, load: Load) -> dict
     async with contextlib.AsyncExitStack() as stack:
         kept = [] if options.no_journal else [f'service.state="{stack.enter_context(TemporaryDirectory())}"']
         config = configured(workers, load, [*kept, *options.set])
+        swarming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stack.callback(lambda: swarming.cancel())  # after the service has ended: it does not count its workers as lost
         service = await stack.enter_async_context(Child.of("service", config.model_dump_json()))
         told = await service.hear()
         operator = await stack.enter_async_context(Operator(told["address"], told["token"]))
         await operator.status()  # connects, which a service that is busy takes long to answer
         swarm = Swarm(told["address"], told["tokens"][Role.WORKER], capability(config), load, workers)
         swarming = asyncio.create_task(swarm.run())
-        stack.callback(swarming.cancel)
         await first(swarm.ready(), swarming)
         start_s = time.monotonic() - began_s
         groups = workers * load.requests // GROUP_SIZE
@@ -130,13 +136,14 @@ async def part_of(options: argparse.Namespace, workers: int, load: Load) -> dict
             await first(asyncio.sleep(0.1), swarming)
         await first(asyncio.sleep(min(2.0, options.seconds)), swarming)
         before, counted = await service.ask("mark"), (await operator.status()).counters
+        if options.profile:
+            await service.ask("profile")
         swarm.sent.keeps = not load.length
         sent = (swarm.sent.tokens, swarm.sent.reports, swarm.sent.report_bytes)
         await first(asyncio.sleep(options.seconds), swarming)
         after = await service.ask("mark")
         now = (await operator.status()).counters
         swarm.sent.keeps = False
-        swarming.cancel()
     grown = {name: now[name] - counted[name] for name in ("tokens_generated", "trajectories_finished", "groups_taken")}
     cpu_s = after["cpu_s"] - before["cpu_s"]
     trajectories = grown["trajectories_finished"]
@@ -235,7 +242,7 @@ async def be_service(config: str, also: Callable[[], dict[str, float]] = dict) -
     """The real service, with one sleeper in its event loop. At each line of stdin it says what it has used, and what
     ``also`` returns; at the line ``memory`` what it holds after it has returned free memory.
     """
-    stop, lags = asyncio.Event(), Lags()
+    stop, lags, profile = asyncio.Event(), Lags(), cProfile.Profile()
     handle: asyncio.Future[ServiceHandle] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
         serve(Config.model_validate_json(config), ready=handle.set_result, stop=stop, progress=lambda _: None)
@@ -258,6 +265,14 @@ async def be_service(config: str, also: Callable[[], dict[str, float]] = dict) -
             give_back_memory()
             tell({"rss_bytes": rss_bytes()})
             continue
+        if line.strip() == b"profile":
+            profile.enable()
+            tell({})
+            continue
+        profile.disable()
+        if profile.getstats():
+            for order in ("tottime", "cumulative"):
+                pstats.Stats(profile, stream=sys.stderr).sort_stats(order).print_stats(PROFILED)
         used = {"cpu_s": time.process_time(), "at_s": time.monotonic(), "rss_bytes": rss_bytes()}
         tell({**used, **lags.taken(), **also()})
     sleeping.cancel()

@@ -24,7 +24,8 @@ from dora.rpc.proven import ProvenChannel, Prover
 KEPT_BYTES: Final = 32 << 20  # of reports that are kept, to be sent again to a server that drops them
 ENDLESS: Final = 1 << 40
 GOLDEN: Final = 0.6180339887  # its multiples are spread evenly over 0 to 1
-END_WAITS_S: Final = 0.05  # for others, as in dora/worker/loop.py
+END_WAITS_S: Final = 0.05  # for others, as in dora/worker/reporting.py; or this part of the period
+END_WAITS_SHARE: Final = 0.125
 POOL_TOKENS: Final = 1 << 16  # made once, out of which reports are cut
 # done: tokens that were reported; end: those at which the response, or its turn, ends
 REQUEST: Final = {"row": np.int64, "began_s": np.float64, "done": np.int64, "end": np.int64}
@@ -86,6 +87,7 @@ class SyntheticWorker:
         self._version = -1
         self._generated = 0
         self._begun = 0
+        self._answers: list[int] = []  # ids of commands that began a request or a turn
         self._times: pb.EngineTimes | None = _times(rng)  # of the first report
         self.period_s = 1.0
         self.ready = asyncio.Event()
@@ -98,29 +100,26 @@ class SyntheticWorker:
             self.period_s = command.pace.report_period_ms / 1000
             return None
         if kind == "start_requests":
-            return self._start_all(command.start_requests)
+            for order in command.start_requests.requests:
+                self._start(order, order.command_id)
+            return None
+        if kind == "start_request":
+            self._start(command.start_request, command.command_id)
+            return None
+        if kind == "extend_request":
+            self._extend(command.extend_request, command.command_id)
+            return None
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
         if kind == "load_version":
             self._version = command.load_version.version
             self.ready.set()
-        elif kind == "start_request":
-            self._start(command.start_request)
-        elif kind == "extend_request":
-            self._extend(command.extend_request)
         elif kind == "remove_request":
             self._remove(command.remove_request.request_id)
         elif kind != "cancel_reservation":
             outcome.ok, outcome.error, outcome.error_kind = False, "a synthetic worker moves nothing", "refused"
         return pb.WorkerMessage(outcome=outcome)
 
-    def _start_all(self, orders: pb.StartRequests) -> pb.WorkerMessage:
-        for order in orders.requests:
-            self._start(order)
-        at = time.time()
-        outcomes = [pb.WorkerOutcome(command_id=order.command_id, ok=True, at=at) for order in orders.requests]
-        return pb.WorkerMessage(outcomes=pb.WorkerOutcomes(outcomes=outcomes))
-
-    def _start(self, order: pb.StartRequest) -> None:
+    def _start(self, order: pb.StartRequest, command_id: int) -> None:
         """The first groups are as far as they would be had all been running for long: their ends come evenly."""
         done = len(order.output_token_ids) // convert.TOKEN_ID_BYTES
         length, turn_begin = self._load.length or ENDLESS, order.given[-1] if order.given else 0
@@ -131,9 +130,11 @@ class SyntheticWorker:
         if order.keeps:
             self._session_at[order.row] = order.request_id
         self._begun += 1
+        self._answers.append(command_id)
         self._sent.started += 1
 
-    def _extend(self, order: pb.ExtendRequest) -> None:
+    def _extend(self, order: pb.ExtendRequest, command_id: int) -> None:
+        self._answers.append(command_id)
         done = self._kept.pop(order.request_id) + len(order.given_token_ids) // convert.TOKEN_ID_BYTES
         self._enter(order.request_id, order.row, done, done, done + (self._load.length or ENDLESS))
         self._session_at[order.row] = order.request_id
@@ -160,7 +161,8 @@ class SyntheticWorker:
         """When the next report is due, and whether it is of ends only."""
         due_s, requests = min(reported_s + self.period_s, self._first_s), self._requests
         if self._load.length and len(requests["row"]):
-            ends_s = float((requests["began_s"] + requests["end"] / self._load.tokens_per_s).min()) + END_WAITS_S
+            ends_s = float((requests["began_s"] + requests["end"] / self._load.tokens_per_s).min())
+            ends_s += max(END_WAITS_S, END_WAITS_SHARE * self.period_s)
             return min(due_s, ends_s), ends_s < due_s
         return due_s, False
 
@@ -201,8 +203,9 @@ class SyntheticWorker:
             version=self._version,
             at=time.time(),
             times=self._times,
+            begun=self._answers,
         )
-        self._times = None
+        self._times, self._answers = None, []
         return pb.WorkerMessage(report=report).SerializeToString(), tokens
 
 

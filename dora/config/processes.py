@@ -82,7 +82,7 @@ class WorkersConfig(Section):
         50,
         ge=1,
         le=10000,
-        description="time between two reports of a worker; of more than 12 workers longer, up to 1 s",
+        description="time between two reports of a worker; of more than 12 workers longer, up to 4 s",
     )
     silence_timeout_s: Timeout = Field(60.0, description="a worker silent for so long is lost")
     load_timeout_s: Timeout = Field(

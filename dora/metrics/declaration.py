@@ -1,10 +1,8 @@
-"""The declaration of one metric, and its form for Prometheus."""
+"""The declaration of one metric, and its values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
-
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 Source = TypeVar("Source")
 Kind: TypeAlias = Literal["gauge", "counter", "histogram"]
@@ -25,21 +23,17 @@ class DeclaredMetric(Generic[Source]):
     def kind(self) -> Kind:
         return "counter" if self.name.endswith("_total") else "gauge"
 
-    def family(self, source: Source) -> Metric | None:
+    def values(self, source: Source) -> Labelled | None:
         """Reads the metric; None: it has no meaning now."""
         found = self.read(source)
-        if found is None:
-            return None
-        make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = make(self.name, self.meaning, labels=self.labels)
-        values = found if isinstance(found, Mapping) else {(): float(found)}
-        for labels, value in values.items():
-            family.add_metric(labels, value)
-        return family
+        return found if found is None else dict(found) if isinstance(found, Mapping) else {(): found}
 
 
-def families(declared: Iterable[DeclaredMetric[Source]], source: Source) -> Iterator[Metric]:
+Family: TypeAlias = tuple[DeclaredMetric[Any], Labelled]  # a metric with its values at one moment
+
+
+def families(declared: Iterable[DeclaredMetric[Source]], source: Source) -> Iterator[Family]:
     """Reads all metrics that have a meaning now."""
     for each in declared:
-        if (family := each.family(source)) is not None:
-            yield family
+        if (values := each.values(source)) is not None:
+            yield each, values

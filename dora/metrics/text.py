@@ -1,12 +1,15 @@
 """Metrics as the text of a page for Prometheus."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from dora.metrics.declaration import Family
 
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,8 +22,20 @@ class _Families(Collector):
         return self._found
 
 
-def text_of(found: Sequence[Metric], collectors: Sequence[Collector]) -> bytes:
-    return generate_latest(_Families([*found, *_collected(collectors)]))
+def text_of(found: Iterable[Family], collectors: Sequence[Collector]) -> bytes:
+    parts: list[str] = []
+    for metric, values in found:
+        name, labels = metric.name, metric.labels
+        parts.append(f"# HELP {name} {_one_line(metric.meaning)}\n# TYPE {name} {metric.kind}\n")
+        parts += [f"{name}{_shown(labels, each)} {float(value)!r}\n" for each, value in values.items()]
+    return "".join(parts).encode() + generate_latest(_Families(_collected(collectors)))
+
+
+@lru_cache(maxsize=8192)
+def _shown(labels: Sequence[str], values: Sequence[str]) -> str:
+    """The labels of a sample, in braces; none without labels."""
+    pairs = [f'{label}="{_escaped(value)}"' for label, value in zip(labels, values, strict=True)]
+    return f"{{{','.join(pairs)}}}" if pairs else ""
 
 
 class HistogramText:
@@ -40,15 +55,18 @@ class HistogramText:
         """``series``: values of the labels, the count of each bucket, and the sum."""
         parts = [self._head]
         for values, counts, total in series:
-            pairs = zip(self._labels, values, strict=True)
-            shown = ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs)
+            shown = _shown(self._labels, tuple(values))[1:-1]
             counted = tuple(accumulate(counts))
             parts.append(self._form.replace("LABELS", shown.replace("%", "%%")) % (*counted, counted[-1], total))
         return "".join(parts).encode()
 
 
 def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    return _one_line(value).replace('"', r"\"")
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n")
 
 
 def _collected(collectors: Sequence[Collector]) -> Iterator[Metric]:

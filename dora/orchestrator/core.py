@@ -91,6 +91,8 @@ class ServiceCore:
                 self._journal.note(record)
             for command in commands:
                 self.executor.carry_out(command)
+            if not commands and isinstance(event, on.TokensReported | on.CommandDone) and self.traces is None:
+                return  # no step, window or trainer changes
             groups = self.state.window.groups_per_step
             self._telemetry.step_times.came(event, commands, self._buffer, groups, now_s, time.time())
             self._journal.window(self.state)

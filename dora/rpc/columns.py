@@ -68,10 +68,9 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
             raise InvalidValue(name, length, f"{expected}, as many as the stretches have")
     if message.ends and found["ends"].max() >= len(FINISH_REASONS):
         raise InvalidValue("ends", int(found["ends"].max()), "0 while running, 1 (stop) or 2 (length)")
-    ordered = np.sort(rows)
-    twice = ordered[1:] == ordered[:-1]
-    if twice.any():
-        raise InvalidValue("rows", int(ordered[1:][twice][0]), "each row once")
+    if len(named := set(listed := rows.tolist())) < len(listed):
+        twice = next(row for row in sorted(named) if listed.count(row) > 1)
+        raise InvalidValue("rows", twice, "each row once")
     stops = {each.span: each.stop for each in message.stops}
     if len(stops) < len(message.stops) or any(index >= len(rows) for index in stops):
         raise InvalidValue("stops", sorted(stops), f"each of another stretch, of {len(rows)}")
@@ -95,7 +94,7 @@ def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
 
 
 def _begins(counts: Column) -> tuple[Column, int]:
-    reached = np.cumsum(counts)
+    reached = counts.cumsum()
     return reached - counts, int(reached[-1]) if len(reached) else 0
 
 

@@ -1,7 +1,7 @@
 """The worker's loop: executes commands between engine steps, steps, reports.
 
-All tokens produced before a command's outcome are reported before that outcome. A command that starts a request waits
-for no report, since the request has no tokens yet.
+All tokens produced before a command's outcome are reported before that outcome. Reports themselves tell which requests
+have begun.
 """
 
 import logging
@@ -100,8 +100,8 @@ class EngineLoop(CommandLoop[Reporting]):
                 self.endpoint.end_copy(delta.request_id, ended)
 
     def _answer(self, kind: str, outcome: pb.WorkerOutcome) -> None:
-        if kind in ("start_request", "extend_request"):  # the request has no tokens yet, and those of others can wait
-            self._responder.answer_ahead(outcome)
+        if kind in ("start_request", "extend_request"):
+            self._responder.has_begun(outcome)
         else:
             self._responder.answer(outcome, reports=kind == "load_version")
 
@@ -149,7 +149,7 @@ class EngineLoop(CommandLoop[Reporting]):
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False, computes: int = 0) -> None:
         """Enters a request that the engine has taken. ``computes``: as in ``Reporting.begin``."""
-        self._responder.begin(request.request_id, row, arrives=arrives, computes=computes)
+        self._responder.begin(request.request_id, row, arrives=arrives, computes=computes, keeps=request.keeps)
         if self._responses is not None:
             self._responses.begin(request)
 

@@ -17,6 +17,8 @@ from dora.worker.times import EngineTimes
 
 IDLE_S: Final = 0.5  # an idle worker looks up, and is heard of, this often
 ENDS_APART_S: Final = 0.05  # between two reports of responses that have ended: those that end meanwhile wait
+SESSION_PERIOD_MOST_S: Final = 1.0  # on a worker with sessions, whose callers may read a turn's text as it comes
+ENDS_SHARE: Final = 0.125  # of the period, where that is longer and no environment waits for the end of a turn
 
 
 class Reporting(Responder):
@@ -30,8 +32,10 @@ class Reporting(Responder):
         self._clock = clock
         self._base = engine.load()  # counters are reported relative to this
         self._sampled = Gathering()
+        self._begun: list[int] = []  # ids of commands
         self._ends_reported_s = -ENDS_APART_S
         self._reported_s = clock()
+        self._has_sessions = False
         self._arrived: set[str] = set()  # whose first token is reported at once, and that have none yet
         self._times = EngineTimes(clock)
         self._has_work = True
@@ -40,10 +44,14 @@ class Reporting(Responder):
     def has_tokens(self) -> bool:
         return bool(self._sampled)
 
-    def begin(self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0) -> None:
+    def begin(
+        self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0, keeps: bool = False
+    ) -> None:
         """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV, or whose reader
         may wait for it, is reported at once. ``computes``: tokens whose KV it needs first; 0: it came with its KV.
+        ``keeps``: of a session.
         """
+        self._has_sessions |= keeps
         self._sampled.name(request_id, row)
         self._times.began(request_id, computes)
         if arrives:
@@ -69,8 +77,12 @@ class Reporting(Responder):
         self._has_work = has_work
         if self._is_due(has_work):
             self.report()
-        elif self._sampled.has_ends and self._clock() - self._ends_reported_s >= ENDS_APART_S:
+        elif self._sampled.has_ends and self._clock() - self._ends_reported_s >= self._ends_apart_s:
             self.report(ends_only=True)  # running requests can wait for their period
+
+    @property
+    def _ends_apart_s(self) -> float:
+        return ENDS_APART_S if self._has_sessions else max(ENDS_APART_S, ENDS_SHARE * self.period_s)
 
     def _is_due(self, has_work: bool) -> bool:
         now_s, sampled = self._clock(), self._sampled
@@ -78,7 +90,8 @@ class Reporting(Responder):
             return now_s - self._reported_s >= IDLE_S
         if not has_work or any(request_id in sampled for request_id in self._arrived):
             return True
-        return now_s - self._reported_s >= self.period_s
+        most_s = SESSION_PERIOD_MOST_S if self._has_sessions else self.period_s
+        return now_s - self._reported_s >= min(self.period_s, most_s)
 
     def report(self, ends_only: bool = False) -> None:
         """Reports the tokens since the last report, or only those of requests that have ended."""
@@ -106,8 +119,19 @@ class Reporting(Responder):
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),
             times=self._times.message(has_work=self._has_work),
+            begun=self._begun,
         )
+        self._begun = []
         self._orders.send(pb.WorkerMessage(report=report))
+
+    def has_begun(self, outcome: pb.WorkerOutcome) -> None:
+        """Answers a command that begins a request or a turn. If it succeeded, the next report tells so: that is the
+        first one with tokens of the request.
+        """
+        if outcome.ok:
+            self._begun.append(outcome.command_id)
+        else:
+            self.answer_ahead(outcome)
 
     def answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
         """``reports``: report the load even if no tokens wait."""

@@ -159,6 +159,8 @@ class Worker:
     def _hear(self, message: pb.WorkerMessage) -> None:
         if message.HasField("outcome"):
             self.outcomes[message.outcome.command_id] = message.outcome
+        for command_id in message.report.begun:
+            self.outcomes[command_id] = pb.WorkerOutcome(command_id=command_id, ok=True)
         if message.HasField("copy_began"):
             assert message.copy_began.command_id not in self.outcomes, "told before its outcome"
             self.began.add(message.copy_began.command_id)

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from dora.data.types import EngineLoad, FinishReason, TokenDelta
 from dora.rpc import dora_pb2 as pb
-from dora.worker.reporting import ENDS_APART_S, Reporting
+from dora.worker.reporting import ENDS_APART_S, ENDS_SHARE, Reporting
 
 PERIOD_S = 10.0
 
@@ -21,9 +23,9 @@ class Bench:
         self.reporting = Reporting(engine, orders, PERIOD_S, lambda: self.now_s)
         self.tokens: dict[str, int] = {}
 
-    def begin(self, *names: str, arrives: bool = False) -> None:
+    def begin(self, *names: str, arrives: bool = False, keeps: bool = False) -> None:
         for name in names:
-            self.reporting.begin(name, len(self.tokens), arrives=arrives)
+            self.reporting.begin(name, len(self.tokens), arrives=arrives, keeps=keeps)
             self.tokens[name] = 0
 
     def step(self, *names: str, end: FinishReason | None = None) -> int:
@@ -38,13 +40,15 @@ class Bench:
         return len(self.sent) - before
 
 
-def test_an_end_is_reported_at_once_and_those_soon_after_it_together() -> None:
+@pytest.mark.parametrize(("keeps", "apart_s"), [(False, ENDS_SHARE * PERIOD_S), (True, ENDS_APART_S)])
+def test_an_end_is_reported_at_once_and_those_soon_after_it_together(keeps: bool, apart_s: float) -> None:
+    """An environment waits for the end of a session's turn."""
     bench = Bench()
-    bench.begin("a", "b", "c", "d")
+    bench.begin("a", "b", "c", "d", keeps=keeps)
     assert bench.step("a", "b", "c", "d") == 0, "they run, and their period is long"
     assert bench.step("a", end="stop") == 1
     assert bench.step("b", end="stop") == bench.step("c", end="stop") == 0
-    bench.now_s += ENDS_APART_S
+    bench.now_s += apart_s
     assert bench.step("d") == 1
     assert [len(message.report.tokens.rows) // 4 for message in bench.sent] == [1, 2], "that which runs waits"
 
@@ -56,3 +60,14 @@ def test_the_first_token_that_somebody_waits_for_is_reported_at_once() -> None:
     assert bench.step("a") == 0
     assert bench.step("a", "b") == 1
     assert bench.step("a", "b") == 0
+
+
+def test_the_next_report_tells_what_has_begun_and_a_failure_is_told_at_once() -> None:
+    bench = Bench()
+    bench.begin("a")
+    bench.reporting.has_begun(pb.WorkerOutcome(command_id=7, ok=True))
+    bench.reporting.has_begun(pb.WorkerOutcome(command_id=8, ok=False))
+    assert [message.outcome.command_id for message in bench.sent] == [8]
+    assert bench.step("a", end="stop") == 1
+    bench.reporting.report()
+    assert [list(message.report.begun) for message in bench.sent[1:]] == [[7], []], "told once"

@@ -40,9 +40,11 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
     worker = state.worker_at(event.worker_id, event.epoch)
     if worker is None:
         return
-    taken = state.reported(worker, event.rows)
+    rows, tokens, ends = event.rows, event.tokens, event.ends
+    taken = state.reported(worker, rows)
     grew = evaluation.progress(state, worker, event) if state.evaluations.running else False
-    rows, tokens, ends = event.rows[taken], event.tokens[taken], event.ends[taken]
+    if not taken.all():
+        rows, tokens, ends = rows[taken], tokens[taken], ends[taken]
     # KV of evaluations is no load of training; this also marks the worker's load as changed
     state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
     worker.waiting = event.waiting
@@ -58,12 +60,14 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
             state, worker, f"it sampled {state.request_id[int(rows[first])]} under version {event.version}"
         )
         return
-    stalls.reported(state, worker, grew or bool((tokens > response_tokens[rows]).any() or ends.any()))
+    ended = rows[ends.nonzero()].tolist()
+    stalls.reported(state, worker, bool(grew or ended or (tokens > response_tokens[rows]).any()))
     response_tokens[rows] = tokens
-    claim = np.maximum(claimed[rows], prompt_tokens[rows] + tokens)
-    worker.kv_claimed += int((claim - claimed[rows]).sum())
-    claimed[rows] = claim
-    for row in rows[ends > 0].tolist():
+    before, context = claimed[rows], prompt_tokens[rows] + tokens
+    if (context > before).any():
+        claim = claimed[rows] = np.maximum(before, context)
+        worker.kv_claimed += int((claim - before).sum())
+    for row in ended:
         _finish(state, row)
 
 

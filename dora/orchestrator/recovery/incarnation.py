@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.journal.durable import Durable
 from dora.orchestrator.recovery.reattachment import Reattachment
@@ -10,6 +11,9 @@ from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.streams import WorkerSession
 from dora.rpc import dora_pb2 as pb
+from dora.system.awake import awake_s
+
+SETTLE_S: Final = 5.0  # a worker has room for what ends in minutes, and each telling is a message to each worker
 
 
 def _without_state() -> Reattachment:
@@ -44,6 +48,7 @@ class DurableEnds:
 
     def __post_init__(self) -> None:
         # not yet durable: the journal's count at that time, and each request with the number of its turns
+        self._settled_s = 0.0
         self._ended: deque[tuple[int, WorkerSession, Sequence[tuple[str, int]]]] = deque()
 
     def note(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
@@ -53,7 +58,10 @@ class DurableEnds:
             self._ended.append((self._journal.appended, session, ended))
 
     def settle(self) -> None:
-        """Tells connected workers which of them have become durable."""
+        """Tells connected workers which of them have become durable, every ``SETTLE_S``."""
+        if awake_s() < self._settled_s + SETTLE_S:
+            return
+        self._settled_s = awake_s()
         durable = self._journal.durable
         settled: dict[WorkerSession, list[str]] = {}
         while self._ended and self._ended[0][0] <= durable:

@@ -57,8 +57,9 @@ def worker_message(
             message.load_version.CopyFrom(pb.LoadVersion(version=version, name=store.name(version), canary=wire))
         case do.StartRequest(request_id=request_id, arrival=arrival):
             response = buffer.arrives(request_id, command.worker_id, arrival)
-            message.start_request.CopyFrom(convert.request_to_wire(response.spec()))
-            message.start_request.row = response.row
+            start = convert.request_to_wire(response.spec())
+            start.row = response.row
+            return pb.WorkerCommand(command_id=command.command_id, start_request=start)
         case do.ExtendRequest(request_id=request_id):
             response = buffer[request_id]
             run = response.inputs[-1]

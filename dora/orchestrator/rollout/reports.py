@@ -59,6 +59,7 @@ class WorkerReports:
         Raises InvalidValue (ReportError) if anything in the report is wrong. Nothing of it is accepted then. If a token
         is of another version than its request (C1), the core counts the violation and evicts the worker.
         """
+        self._begun(session, report.begun)
         now, at = awake_s(), time.time()
         state, capability = self._machine.state, session.capability
         columns = checks.checked_tokens(
@@ -152,6 +153,15 @@ class WorkerReports:
             self._core.spawn(self._load_failed(command, done))
         else:
             self._done(command, done)
+
+    def _begun(self, session: WorkerSession, command_ids: Sequence[int]) -> None:
+        """Reports requests and turns that a worker has begun. Raises InvalidValue for a command of another kind."""
+        worker_id, epoch, pending = session.worker_id, session.epoch, self._machine.state.pending
+        for command_id in command_ids:
+            if (known := pending.get(command_id)) is not None:
+                if not isinstance(known.command, do.StartRequest | do.ExtendRequest):
+                    raise InvalidValue("begun", command_id, "the ids of commands that begin a request or a turn")
+                self._core.post(on.CommandDone(worker_id, epoch, command_id))
 
     def _done(self, command: do.WorkerCommand | None, done: on.CommandDone) -> None:
         self._core.post(done)

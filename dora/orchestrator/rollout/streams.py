@@ -20,7 +20,7 @@ DRAINED = "drained"  # the reason of a worker that left on request
 LOST_KEPT = 256  # lost workers that are still shown with their reason
 COMMANDS_QUEUED_MAX = 65536  # a worker this far behind counts as hung
 REPORTS_PER_S = 250  # target for all workers together, without reports of ends: 5% of a core
-PERIOD_MOST_MS = 1000
+PERIOD_MOST_MS = 4000
 
 
 class MemberSession:

@@ -140,20 +140,20 @@ def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, row
     for name in ("found_tokens", "kept_tokens", "damaged_chunks", "losses") if report.HasField("kv_tier") else ():
         if getattr(report.kv_tier, name) > _TOTAL_MAX:
             raise InvalidValue(f"kv_tier.{name}", getattr(report.kv_tier, name), f"at most {_TOTAL_MAX}")
-    _check_times(report.times)
+    if report.HasField("times"):
+        _check_times(report.times)
     columns = columns_from_wire(report.tokens)
     token_ids, logprobs = columns.token_ids, columns.logprobs
     if not len(columns):
         return columns
-    for name, column, wrong, allowed in (
-        ("rows", columns.rows, columns.rows >= rows_most, "the row of a request"),
-        # negative numbers are large as unsigned ones
-        ("token_ids", token_ids, token_ids.view("<u4") >= vocab_size, f"0 to {vocab_size - 1}, the vocabulary"),
-        # a comparison with NaN is false
-        ("logprobs", logprobs, ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MAX)), "finite and not above 0"),
-    ):
-        if wrong.any():
-            raise InvalidValue(name, column[wrong][0].item(), allowed)
+    if columns.rows.max() >= rows_most:
+        raise InvalidValue("rows", int(columns.rows.max()), "the row of a request")
+    if len(token_ids) and token_ids.view("<u4").max() >= vocab_size:  # negative numbers are large as unsigned ones
+        wrong = token_ids.view("<u4") >= vocab_size
+        raise InvalidValue("token_ids", token_ids[wrong][0].item(), f"0 to {vocab_size - 1}, the vocabulary")
+    if len(logprobs) and not (logprobs.min() > -np.inf and logprobs.max() <= LOGPROB_MAX):  # false with NaN
+        wrong = ~((logprobs > -np.inf) & (logprobs <= LOGPROB_MAX))
+        raise InvalidValue("logprobs", logprobs[wrong][0].item(), "finite and not above 0")
     for raw in columns.prompt_logprobs.values():
         if len(raw) % LOGPROB_BYTES:
             raise InvalidValue("prompt_logprobs: bytes", len(raw), f"a multiple of {LOGPROB_BYTES}")

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from itertools import islice
+from math import inf
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class LaxityPolicy(BasePolicy):
         super().__init__(config)
         self._reservations = Reservations()
         self._forecasts: dict[int, list[float]] = {}  # index -> KV on ENGINE_GRID, within one dispatch
+        self._ceilings: dict[int, float] = {}  # index -> bound of its forecast, within one dispatch
         self._no_fit: set[int] = set()  # versions that no prompt fits until the next forecast or prompt
         self._changes = 0  # the backlog's change counter at the last check
         self._newest = self._leader = -1  # ``_leader``: of the last plan
@@ -37,6 +39,7 @@ class LaxityPolicy(BasePolicy):
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
         self._forecasts.clear()
+        self._ceilings.clear()
         if dispatcher.newest != self._newest or not any(
             worker.assigned for worker in dispatcher.workers_of(dispatcher.newest)
         ):
@@ -52,17 +55,24 @@ class LaxityPolicy(BasePolicy):
             return 1.0
         if free_slots <= 0 or worker.waiting:  # requests that wait inside the engine go first
             return 0.0
-        peak = max(self._forecast(dispatcher, worker)) / worker.kv_tokens
-        return min(free_slots / worker.slots, self._most(worker) / worker.kv_tokens - peak)
+        share, most = free_slots / worker.slots, self._most(worker)
+        if self._ceiling(dispatcher, worker) <= most - share * worker.kv_tokens:
+            return share
+        return min(share, (most - max(self._forecast(dispatcher, worker))) / worker.kv_tokens)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         if worker.is_empty:
             return True
-        context = dispatcher.context_tokens(row)
-        left = max(1.0, float(dispatcher.requests["expected"][row]) - float(dispatcher.requests["tokens"][row]))
+        requests, context, most = dispatcher.requests, dispatcher.context_tokens(row), self._most(worker)
+        left = max(1, int(requests["expected"][row]) - int(requests["tokens"][row]))
+        if (ceiling := self._ceiling(dispatcher, worker)) < inf:
+            ceiling += context + max(left, int(requests["max_tokens"][row]) - int(requests["tokens"][row]))
+            if ceiling <= most:
+                self._ceilings[worker.index] = ceiling
+                return True
         ahead = zip(self._forecast(dispatcher, worker), TUNING.engine_tokens, strict=True)
         forecast = [kv + (context + tokens) if left > tokens else kv for kv, tokens in ahead]
-        if max(forecast) > self._most(worker):
+        if max(forecast) > most:
             return False
         self._forecasts[worker.index] = forecast
         return True
@@ -129,6 +139,22 @@ class LaxityPolicy(BasePolicy):
         slots, kv_tokens = sum(worker.slots for worker in hosts), sum(worker.kv_tokens for worker in hosts)
         assigned, kv = sum(worker.assigned for worker in hosts), sum(worker.kv_expected for worker in hosts)
         return bool(slots) and assigned / slots > kv / kv_tokens + TUNING.dense
+
+    def _ceiling(self, dispatcher: Dispatcher, worker: Worker) -> float:
+        """A bound of a worker's KV forecast in a fiftieth of its time: each request at its full length. Infinite once
+        the forecast is known.
+        """
+        if worker.index in self._forecasts:
+            return inf
+        ceiling = self._ceilings.get(worker.index)
+        if ceiling is None:
+            rows = np.fromiter(worker.rows, dtype=np.int64, count=len(worker.rows))
+            tokens, expected, longest = (
+                dispatcher.requests[name][rows] for name in ("tokens", "expected", "max_tokens")
+            )
+            left = np.maximum(np.maximum(expected, longest) - tokens, 1)
+            ceiling = self._ceilings[worker.index] = worker.kv_expected + float(left.sum())
+        return ceiling
 
     def _forecast(self, dispatcher: Dispatcher, worker: Worker) -> list[float]:
         """KV of a worker after TUNING.engine_tokens. Plain numbers are faster than numpy for so few values."""

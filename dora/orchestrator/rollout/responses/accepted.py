@@ -72,7 +72,8 @@ class Accepted:
         """
         columns, counts = self.columns, self.after - self.before
         is_recorded = (self.numbers >= 0) & ((counts > 0) | (columns.ends > 0))
-        if self.is_mixed or not is_recorded.any():
+        is_whole = bool(is_recorded.all())
+        if self.is_mixed or (not (is_whole and len(counts)) and not is_recorded.any()):
             return None
         token_ids, logprobs = columns.token_ids, columns.logprobs
         total = int(counts.sum())
@@ -89,7 +90,7 @@ class Accepted:
             self.numbers,
             self.before + self.shifts,
             counts,
-            columns.ends if columns.ends.any() else columns.ends[:0],
+            columns.ends if self.ended else columns.ends[:0],
             token_ids,
             logprobs,
             [[each.index, self.worker_id, each.first_token, each.arrival] for each in self.segments],
@@ -99,4 +100,4 @@ class Accepted:
             attempts=self.attempts if self.attempts.any() else self.attempts[:0],
             prompt_logprobs=[[index, raw] for index, raw in columns.prompt_logprobs.items()],
         )
-        return tokens if is_recorded.all() else records.only(tokens, is_recorded)
+        return tokens if is_whole else records.only(tokens, is_recorded)

@@ -265,8 +265,11 @@ class ResponseBuffer:
         repeated = np.minimum(buffered - columns.first_tokens, columns.counts)
         after = buffered + columns.counts - repeated
         is_new = after > buffered
-        segments = self._segments_begun(worker_id, rows, is_new & self._columns.arrives[rows], at)
-        self._begin_turns(rows[is_new & self._columns.begins[rows]], at)
+        segments: tuple[BegunSegment, ...] = ()
+        if (arrives := is_new & self._columns.arrives[rows]).any():
+            segments = self._segments_begun(worker_id, rows, arrives, at)
+        if (begins_turn := is_new & self._columns.begins[rows]).any():
+            self._begin_turns(rows[begins_turn], at)
         tokens = np.empty(len(columns.token_ids), TOKEN)
         tokens["token_id"], tokens["logprob"] = columns.token_ids, columns.logprobs
         content = tokens.tobytes()
@@ -283,8 +286,11 @@ class ResponseBuffer:
             self._by_row[int(rows[index])].prompt_logprobs = raw
         if self._owing:
             self._owing.difference_update(rows[is_new].tolist())
-        self._columns.extend(rows[is_new], after[is_new], at)
-        ended = tuple(self._end_response(columns, index, at) for index in np.flatnonzero(columns.ends).tolist())
+        if is_new.all():
+            self._columns.extend(rows, after, at)
+        else:
+            self._columns.extend(rows[is_new], after[is_new], at)
+        ended = tuple([self._end_response(columns, index, at) for index in columns.ends.nonzero()[0].tolist()])
         numbers, attempts = self._columns.numbers[rows], self._columns.attempts[rows]
         shifts = self._columns.shifts[rows]
         return Accepted(

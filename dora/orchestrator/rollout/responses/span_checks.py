@@ -27,19 +27,22 @@ def check_spans(
     """
     rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
     max_tokens = responses.max_tokens[rows]
-    reached = np.maximum(buffered, firsts + counts)
-    for field, wrong, value, allowed in (
-        ("first token", firsts > buffered, firsts, "{} or before"),
-        ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
-        ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one in an ended response"),
-    ):
-        if wrong.any():
-            index = int(wrong.argmax())
-            limit = buffered if field == "first token" else max_tokens
-            name = by_row[int(rows[index])].request_id
-            raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
-    for index in np.flatnonzero((firsts < buffered) & (counts > 0)).tolist():
-        _check_repeated(by_row[int(rows[index])], columns, index)
+    reached, continues = firsts + counts, bool((firsts == buffered).all())
+    if not continues:
+        reached = np.maximum(buffered, reached)
+    if not (continues and (reached <= max_tokens).all() and reached.all()):
+        for field, wrong, value, allowed in (
+            ("first token", firsts > buffered, firsts, "{} or before"),
+            ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
+            ("tokens", (columns.ends > 0) & (reached == 0), reached, "at least one in an ended response"),
+        ):
+            if wrong.any():
+                index = int(wrong.argmax())
+                limit = buffered if field == "first token" else max_tokens
+                name = by_row[int(rows[index])].request_id
+                raise ReportError(f"{name}: {field}", int(value[index]), allowed.format(int(limit[index])))
+        for index in np.flatnonzero((firsts < buffered) & (counts > 0)).tolist():
+            _check_repeated(by_row[int(rows[index])], columns, index)
     for index, stop in columns.stops.items():
         response = by_row[int(rows[index])]
         if stop and (columns.ends[index] != STOP or stop not in response.turn_sampling().stop):
