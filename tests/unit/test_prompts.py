@@ -11,7 +11,9 @@ from transformers import AutoTokenizer
 from dora.config import PromptsConfig
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.models.tiny_vocabulary import CLASSES
-from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
+from dora.prompts.reasoning_gym import parse_mix
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "What is 2+2?\n é"}]
