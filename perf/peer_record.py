@@ -17,7 +17,8 @@ from dora.data.run_record import TRAJECTORIES_FILE, VERSIONS_FOLDER
 from dora.data.trajectory import Trajectory
 from dora.data.types import Prompt, SamplingParams, Segment
 from dora.models.tiny import make_tiny
-from dora.prompts import ChatTokenizer, tiny_tail_source
+from dora.prompts.tiny import tiny_tail_source
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rewards.tiny import score
 
 TASK_FILE: Final = "task.json"

@@ -149,6 +149,17 @@ async def train(
     return taken
 
 
+async def train_beside(
+    handle: ServiceHandle, trainer: Trainer, steps: int, groups: int, awaited: Coroutine[Any, Any, Any]
+) -> list[list[TrajectoryGroup]]:
+    """Takes and commits ``steps`` steps, or more until ``awaited`` has returned."""
+    enough = asyncio.Event()
+    training = asyncio.create_task(train(handle, trainer, steps, groups, enough=enough))
+    await during(training, awaited)
+    enough.set()
+    return await training
+
+
 async def until(operator: Operator, condition: Any) -> Any:
     """The first watched status for which ``condition`` holds."""
     async for status in operator.watch(period_ms=50):

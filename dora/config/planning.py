@@ -4,7 +4,7 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dora.config.section import Section
+from dora.config.section import Section, StopTokenId
 from dora.data.limits import (
     GROUPS_MAX,
     STOP_TOKENS_MAX,
@@ -20,7 +20,6 @@ from dora.data.limits import (
     Share,
     StepSeconds,
     StopString,
-    StopTokenId,
     Timeout,
     Versions,
     check_size_min,

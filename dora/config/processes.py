@@ -5,14 +5,13 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dora.config.section import Section
+from dora.config.section import Section, VariableName
 from dora.data.engine_args import check_owned
 from dora.data.limits import (
     PositiveShare,
     Seconds,
     Share,
     Timeout,
-    VariableName,
 )
 from dora.data.types import EngineNumerics
 from dora.errors import InvalidValue

@@ -1,11 +1,15 @@
-"""The base of all sections of the configuration."""
+"""The base of all sections of the configuration, and the bounded types that only pydantic can express."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict, Strict, StringConstraints, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from dora.data.validation import kind_of, words_of
+
+StopTokenId = Annotated[int, Strict(), Ge(0), Le((1 << 31) - 1)]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]*$", max_length=256)]
 
 
 class Section(BaseModel):

@@ -4,12 +4,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dora.config.section import Section
-from dora.data.limits import (
-    Seconds,
-    Timeout,
-    VariableName,
-)
+from dora.config.section import Section, VariableName
+from dora.data.limits import Seconds, Timeout
 from dora.errors import InvalidValue
 
 

@@ -7,7 +7,6 @@ other number must neither overflow nor cause an endless wait.
 from typing import Annotated, Final
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic import Strict, StringConstraints
 
 from dora.errors import InvalidValue
 
@@ -58,9 +57,6 @@ PositiveBytes = Annotated[float, Ge(1.0), Le(1e18)]  # also: in a second
 TokenBytes = Annotated[float, Ge(1.0), Le(1e12)]  # of one cached token
 
 StopString = Annotated[str, MinLen(1), MaxLen(STOP_CHARACTERS_MAX)]
-StopTokenId = Annotated[int, Strict(), Ge(0), Le((1 << 31) - 1)]
-
-VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_*][A-Za-z0-9_*]*$", max_length=256)]
 
 LogTokens = Annotated[float, Ge(-50.0), Le(50.0)]  # e^21 is the most Tokens
 Sigma = Annotated[float, Ge(0.0), Le(20.0)]  # of log lengths

@@ -45,7 +45,9 @@ from dora.orchestrator.setup import (
 )
 from dora.orchestrator.tracing.export import check_traces
 from dora.orchestrator.version_memory import version_memory
-from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.source import PromptSource
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc.roles import ServiceTokens
 from dora.system.files import try_folder
 from dora.weights.holds import VERSIONS_FOLDER

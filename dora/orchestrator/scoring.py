@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dora.config import Config, RewardConfig
 from dora.errors import InvalidValue
-from dora.prompts import PromptSource
+from dora.prompts.source import PromptSource
 from dora.rewards import EQUAL_REWARDS, EqualRewards, FilterRunner, GroupFilter, RewardRunner
 from dora.rewards.limits import UserLimits
 

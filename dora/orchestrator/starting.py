@@ -56,7 +56,8 @@ from dora.orchestrator.setup import (
 )
 from dora.orchestrator.tracing.export import tracer_of
 from dora.orchestrator.version_memory import VersionMemory, version_memory
-from dora.prompts import ChatTokenizer, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc.roles import Role, ServiceTokens
 from dora.system.log_lines import Position
 from dora.weights.holds import VERSIONS_FOLDER

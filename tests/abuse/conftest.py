@@ -7,7 +7,7 @@ import pytest
 
 from dora.models.tiny import make_tiny
 from dora.orchestrator.main import ServiceHandle
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.service import configured, running
 
 

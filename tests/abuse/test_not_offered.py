@@ -14,7 +14,8 @@ from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.models import resolve_model
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.prompts import ChatTokenizer, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.weights.reference import read_reference
 from tests.refusals import data_words, refused

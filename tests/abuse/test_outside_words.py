@@ -18,8 +18,9 @@ from dora.errors import InvalidValue
 from dora.host.launcher import WorkerStartError
 from dora.host.processes import Processes
 from dora.models import resolve_model
-from dora.prompts import ChatTokenizer, file_source
 from dora.prompts.check import check_name, checked_messages
+from dora.prompts.files import file_source
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rewards.function import load_function
 from dora.rewards.verdict import verdict
 from tests.refusals import refused

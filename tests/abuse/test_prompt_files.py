@@ -11,7 +11,8 @@ from dora.config import validated
 from dora.errors import InvalidValue
 from dora.models import resolve_model
 from dora.orchestrator.rollout.prompt_check import PromptCheck
-from dora.prompts import ChatTokenizer, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.refusals import data_words, refused
 
 

@@ -13,9 +13,10 @@ from dora.data.types import FinishReason, Prompt
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
 from dora.orchestrator.rollout.responses.state import ReportError
-from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
+from dora.prompts.resolving import resolve_prompts
 from dora.prompts.row import OWN_NAMES, Columns, RowLocation, prompt_of_row
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc.columns import columns_from_wire, columns_to_wire
 from tests.refusals import refused
 

@@ -20,7 +20,8 @@ from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompt_ledger import QUEUED_BYTES_MAX
 from dora.orchestrator.rollout.responses.buffer import sampling_of
-from dora.prompts import ChatTokenizer, PromptSource
+from dora.prompts.source import PromptSource
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded
 from tests.refusals import data_words, refused

@@ -17,7 +17,8 @@ from dora.errors import Conflict
 from dora.ops.cli.app import app
 from dora.orchestrator import starting
 from dora.orchestrator.rollout.feed import FAILURE_CHARACTERS_MAX, PromptFeed
-from dora.prompts import PromptSource, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.source import PromptSource
 from dora.system.log_limit import LogLimit
 from tests.private_token import with_token
 from tests.refusals import refused

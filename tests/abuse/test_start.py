@@ -18,7 +18,7 @@ from dora.ops.demo.folder import OutFolder
 from dora.ops.stored_token import left_token, token_file
 from dora.orchestrator.recording.storage import RUN_FOLDER, Storage
 from dora.orchestrator.setup import recorder_of, run_folder_of
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.weights.store import WeightStore
 from tests.abuse.full import files_up_to, has_namespaces
 from tests.contract.trainer_service import make_group
@@ -40,7 +40,7 @@ def test_a_tokenizer_is_read_though_the_cache_has_no_room(tmp_path: Path, tiny_d
     cache = tmp_path / "cache"
     cache.mkdir()
     script = (
-        "import sys; from pathlib import Path; from dora.prompts import ChatTokenizer; "
+        "import sys; from pathlib import Path; from dora.prompts.tokenizer import ChatTokenizer; "
         "cache = Path(sys.argv[1]); print(ChatTokenizer(Path(sys.argv[2]), cache).encode('12')); "
         "print(list(cache.rglob('*.json')))"
     )

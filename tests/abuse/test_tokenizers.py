@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer
 
 from dora.errors import InvalidValue
-from dora.prompts import ChatTokenizer
 from dora.prompts.export import KEPT_MAX, _without_transformers
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.abuse.templates import CHATS, TEMPLATES
 from tests.refusals import refused
 
@@ -131,7 +131,7 @@ def test_a_template_may_stand_in_any_of_the_places_that_transformers_reads(tmp_p
         assert theirs.apply_chat_template(CHATS[0], tokenize=False, add_generation_prompt=True) == text
     # In another locale too. The cache answers, and no file is read in the locale's encoding.
     script = (
-        "import sys; from pathlib import Path; from dora.prompts import ChatTokenizer\n"
+        "import sys; from pathlib import Path; from dora.prompts.tokenizer import ChatTokenizer\n"
         "sys.stdout.buffer.write(ChatTokenizer(Path(sys.argv[1]), Path(sys.argv[2])).render([]).encode())"
     )
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -18,7 +18,7 @@ from dora.client.trainer import ENDED, UNSAID
 from dora.data.types import Prompt
 from dora.errors import MISSING, Conflict, InvalidValue, VersionRejected
 from dora.models.tiny import make_tiny
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.convert import trajectory_to_wire
 from dora.rpc.errors import LimitExceeded, ServiceUnavailable, Unauthenticated

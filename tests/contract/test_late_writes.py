@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from dora.models.tiny import TinyKind, make_tiny
-from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.cpu import Cpu
 from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SAMPLED, SLOTS, Driver, Response, make_request
 from tests.device_ranks import AsDevices
 
+JOIN = "dora.worker.vllm.connector.SnapshotConnector.join"  # imported by the tests alone: it imports vLLM
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
 LONG = make_request(1, replace(SAMPLED, max_tokens=20), 100)
@@ -103,5 +103,5 @@ def test_a_step_that_does_not_wait_for_the_kv_of_what_it_takes_in_is_found(
 ) -> None:
     alone = play(started, stays)
     assert play(started, leaves_and_returns) == alone
-    monkeypatch.setattr(SnapshotConnector, "join", lambda self: None)
+    monkeypatch.setattr(JOIN, lambda self: None)
     assert play(started, leaves_and_returns) != alone

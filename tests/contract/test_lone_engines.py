@@ -9,12 +9,12 @@ import torch
 from dora.models.tiny import make_tiny
 from dora.ops.doctor import engine_checks
 from dora.ops.doctor.verdict import Failed, Subject
-from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.cpu import FEATURES
 from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import GREEDY, KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, make_request, run
 
+JOIN = "dora.worker.vllm.connector.SnapshotConnector.join"  # imported by the tests alone: it imports vLLM
 pytestmark = pytest.mark.xdist_group("vllm-alone")  # the group before has closed its engines
 
 
@@ -49,7 +49,7 @@ def test_the_doctors_stage_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return engines[-1]
 
     monkeypatch.setattr(engine_checks, "engine_of", kept)
-    monkeypatch.setattr(SnapshotConnector, "join", lambda self: None)
+    monkeypatch.setattr(JOIN, lambda self: None)
     try:
         with pytest.raises(Failed) as found:
             engine_checks.late_copies(Subject("cpu", make_tiny("dense", tmp_path / "model", seed=1), tmp_path))

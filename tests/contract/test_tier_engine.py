@@ -8,7 +8,6 @@ import pytest
 
 from dora.data.types import RequestSpec, SamplingParams
 from dora.models.tiny import make_tiny
-from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import EngineSettings
 from dora.worker.vllm.engine import VllmEngine
 from tests.contract.driver import (
@@ -26,6 +25,7 @@ from tests.contract.driver import (
 )
 from tests.contract.tiers import WAIT_S, TierProcess, needs_lmcache, serving
 
+JOIN = "dora.worker.vllm.connector.SnapshotConnector.join"  # imported by the tests alone: it imports vLLM
 pytestmark = [needs_lmcache, pytest.mark.xdist_group("vllm-moe")]  # a process imports vLLM for many tests
 
 PROMPT_TOKENS = 100  # three whole chunks of 32, and a rest
@@ -131,7 +131,7 @@ def test_a_step_that_does_not_wait_for_what_the_tier_gave_it_is_found(
     wanted = request("a", 25, sampling=SAMPLED)
     whole = response_of(engine, wanted)
     settle(engine, weights)
-    monkeypatch.setattr(SnapshotConnector, "join", lambda self: None)
+    monkeypatch.setattr(JOIN, lambda self: None)
     before = found(engine)
     assert response_of(engine, replace(wanted, request_id="b")).logprobs != whole.logprobs
     assert found(engine) - before == 3 * CHUNK_TOKENS

@@ -21,7 +21,7 @@ from dora.ops.view.evaluation import evaluated_line
 from dora.ops.view.narration import news
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.services.evaluation_series import evaluation_prompts
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.rpc.dora_pb2 import Status
 from tests.private_token import with_token
 from tests.refusals import refused

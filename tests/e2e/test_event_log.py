@@ -45,13 +45,16 @@ async def test_a_replay_ends_as_the_service_did(tiny_dense: Path, tmp_path: Path
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS, enough=enough))
         with refused(NotFound, field="worker_id", value="nobody"):
             await operator.drain("nobody")
         await during(training, move_one(operator))
         taken = until(operator, lambda status: status.counters["groups_trained"] >= 2 * GROUPS)
         status = await during(training, taken)
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == "w0"), signal.SIGKILL)
+        await during(training, until(operator, lambda status: status.counters["workers_lost"] >= 1))
+        enough.set()
         await training
     (runtime,) = runtimes
     log = EventLog(folder)

@@ -18,7 +18,7 @@ from dora.tls import Tls
 from dora.tls.authority import AUTHORITY, make_cluster
 from tests.e2e.agents import are_ready, ended, joining
 from tests.refusals import refused
-from tests.service import ask_move, check_promises, configured, during, running, train, until
+from tests.service import ask_move, check_promises, configured, during, running, train, train_beside, until
 from tests.tls_files import another, cluster, shows, tls
 
 GROUPS = 4
@@ -91,11 +91,13 @@ async def test_a_short_run_with_mutual_tls_whose_certificates_are_replaced(tiny_
         Operator(handle.address, tls=tls(folder, "operator")) as operator,
         dora.Trainer(handle.address, tls=tls(folder, "trainer")) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=1, groups=2))
-        await during(training, moves(operator, 1))
-        make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
-        await asked(handle, tls(folder, "operator"))
-        steps = await training
+
+        async def moved_and_replaced() -> None:
+            await moves(operator, 1)
+            make_cluster(folder, ["127.0.0.1"], list(Role), days=30, authority_days=365, new_authority=True)
+            await asked(handle, tls(folder, "operator"))
+
+        steps = await train_beside(handle, trainer, 1, 2, moved_and_replaced())
         counters = (await operator.status()).counters
     check_promises(steps, window=2, groups=2)
     assert counters["groups_lost"] == counters["workers_lost"] == counters["migrations_failed"] == 0

@@ -23,7 +23,7 @@ from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
 from dora.rpc.room import host_of_peer
 from tests.e2e.agents import agent, are_ready, host
 from tests.refusals import refused
-from tests.service import configured, during, move_one, running, train, until
+from tests.service import configured, during, move_one, running, train, train_beside, until
 
 STEPS: Final = 4
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -63,16 +63,14 @@ async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_statu
     config = fake(tiny_dense, workers__kv_tokens=16384, workers__orphan_timeout_s=0.5, **long, **folders)
     async with running(config) as handle, Trainer(handle.address, token=handle.token) as trainer:
         async with Operator(handle.address, handle.token) as operator:
-            training = asyncio.create_task(train(handle, trainer, STEPS, groups=4))
-            await during(training, move_one(operator))
-            await training
+            trained = len(await train_beside(handle, trainer, STEPS, 4, move_one(operator)))
             found, status = await scraped(handle), await operator.status()
         names = {name for name, _ in found}
         assert {each.name for each in SERVICE} - names == {"dora_trainer_signal"}, "the trainer has sent no signals"
         assert not {f"{each.name}_bucket" for each in DISTRIBUTIONS} - names
-        assert total(found, "dora_groups_trained_total") == status.counters["groups_trained"] == 4 * STEPS
+        assert total(found, "dora_groups_trained_total") == status.counters["groups_trained"] == 4 * trained
         assert total(found, "dora_workers", state="ready") + total(found, "dora_workers", state="loading") > 0
-        assert total(found, "dora_step_seconds_count") == STEPS - 1 == total(found, "dora_publish_seconds_count") - 1
+        assert total(found, "dora_step_seconds_count") == trained - 1 == total(found, "dora_publish_seconds_count") - 1
         steps = {step.step: step for step in status.steps}
         assert all(abs(sum(each.parts_s.values()) - each.took_s) < 1e-3 for step, each in steps.items() if step)
         assert (
@@ -80,7 +78,7 @@ async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_statu
             < 0.01
         )
         assert total(found, "dora_step_part_seconds_total", part="publishing") > 0
-        assert total(found, "dora_reward_count") == 4 * 4 * STEPS == total(found, "dora_staleness_steps_count")
+        assert total(found, "dora_reward_count") == 4 * 4 * trained == total(found, "dora_staleness_steps_count")
         assert total(found, "dora_moves_total", result="done", reason="operator") >= 1
         assert total(found, "dora_copy_seconds_count", kind="move") >= 1
         assert total(found, "dora_journal_sync_seconds_count") > 0 and total(found, "dora_token_seconds_count") > 0

@@ -13,7 +13,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.errors import NotFound
 from dora.rpc import dora_pb2 as pb
 from tests.refusals import refused
-from tests.service import check_promises, configured, during, park, running, train, until
+from tests.service import check_promises, configured, during, park, running, train, train_beside, until
 
 GROUPS = 4
 TCP = pytest.param("dora", "tcp", marks=pytest.mark.full)
@@ -47,9 +47,7 @@ async def test_parked_requests_go_on_and_nothing_is_left(tiny_dense: Path, polic
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
-        await during(training, park(operator, 6))
-        steps = await training
+        steps = await train_beside(handle, trainer, 4, GROUPS, park(operator, 6))
         status = await until(operator, is_empty)
     check_promises(steps, window=2, groups=GROUPS)
     assert "parked" in arrivals(steps)

@@ -50,8 +50,10 @@ async def test_what_is_on_disk_is_what_the_core_knows(
     ):
         (runtime,) = runtimes
         finished = asyncio.Event()  # a group waits for a step: one that is looked at
-        training = asyncio.create_task(train(trainer, handle.model, finished))
+        moved = asyncio.Event()
+        training = asyncio.create_task(train(trainer, handle.model, finished, moved))
         moving = asyncio.create_task(during(training, move_one(operator)))
+        moving.add_done_callback(lambda _: moved.set())
         while not training.done():
             await runtime.journal.settled()
             log = runtime.journal.log
@@ -66,13 +68,13 @@ async def test_what_is_on_disk_is_what_the_core_knows(
     assert len(seen) >= 5 and max(each.newest for each in seen) >= 2
 
 
-async def train(trainer: dora.Trainer, model: Path, finished: asyncio.Event) -> None:
-    """Four steps, each committed only once groups of a later one have been seen to wait."""
+async def train(trainer: dora.Trainer, model: Path, finished: asyncio.Event, moved: asyncio.Event) -> None:
+    """Four steps, or more until a request has moved, each committed once groups of a later one are seen to wait."""
     async for step in trainer.steps(groups=GROUPS):
         _ = [group async for group in step]
         await finished.wait()
         await step.commit(weights=model)
-        if step.number == 3:
+        if step.number >= 3 and moved.is_set():
             return
         finished.clear()
 

@@ -24,11 +24,12 @@ from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.options import GrpoConfig
 from dora.trainers.report import TrainerReport
 from tests.service import configured, during, move_one, running, until
+from tests.sweeps import counts_of
 
 pytestmark = pytest.mark.e2e
 
 GROUPS = 6
-STEPS = 6
+STEPS = counts_of(3, 6)
 LEARNER = LearnerConfig(learning_rate=1e-3)
 ROUNDING = replace(LEARNER, autocast=True)  # its own routers choose otherwise than the engine's
 SETTINGS = {
@@ -44,7 +45,7 @@ SETTINGS = {
 }
 
 
-def trainer_of(handle: ServiceHandle, learner: LearnerConfig, steps: int = STEPS) -> GrpoConfig:
+def trainer_of(handle: ServiceHandle, learner: LearnerConfig, steps: int) -> GrpoConfig:
     return GrpoConfig(handle.address, handle.token, groups=GROUPS, steps=steps, learner=learner)
 
 
@@ -78,8 +79,9 @@ def gap(model: Path, groups: list[TrajectoryGroup], replays: bool) -> float:
     return learner.finish_step().signals.logprob_gap
 
 
+@pytest.mark.parametrize("steps", STEPS)
 async def test_requests_move_a_worker_dies_and_a_trainer_sends_tokens_where_the_engine_did(
-    tiny_moe: Path, tmp_path: Path
+    tiny_moe: Path, tmp_path: Path, steps: int
 ) -> None:
     """The worker is killed in the first step, while requests move.
 
@@ -90,7 +92,7 @@ async def test_requests_move_a_worker_dies_and_a_trainer_sends_tokens_where_the_
         running(configured(tiny_moe, record=str(record), **SETTINGS)) as handle,
         Operator(handle.address, handle.token) as operator,
     ):
-        training = asyncio.create_task(train(trainer_of(handle, ROUNDING)))
+        training = asyncio.create_task(train(trainer_of(handle, ROUNDING, steps)))
         status = await during(training, until(operator, lambda status: status.counters["tokens_generated"] > 0))
         await during(training, move_one(operator, and_begin_another=True))
         counters = (await operator.status()).counters

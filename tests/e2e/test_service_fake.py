@@ -23,7 +23,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.rpc.errors import LimitExceeded, Unauthenticated
 from dora.weights.holds import VERSIONS_FOLDER, held, name_of
 from tests.refusals import refused
-from tests.service import check_promises, configured, during, move_one, running, train, until
+from tests.service import check_promises, configured, during, move_one, running, train, train_beside, until
 
 GROUPS = 4
 # long enough that a version is published while responses of the one before are under way
@@ -45,13 +45,11 @@ async def test_three_steps_two_versions(tiny_dense: Path, policy: str, transport
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
-        await during(training, move_one(operator))
-        steps = await training
+        steps = await train_beside(handle, trainer, 4, GROUPS, move_one(operator))
         status = await operator.status()
     check_promises(steps, window=2, groups=GROUPS)
     counters = status.counters
-    assert counters["groups_trained"] == 4 * GROUPS
+    assert counters["groups_trained"] == len(steps) * GROUPS
     assert counters["groups_lost"] == counters["c1_violations"] == 0
     assert counters["versions_live_max"] == 2
     assert counters["migrations_kv"] > 0 and counters["kv_bytes"] > 0
@@ -65,10 +63,13 @@ async def test_a_killed_worker_costs_no_sample(tiny_dense: Path, victim: str) ->
         Operator(handle.address, handle.token) as operator,
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
-        training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS))
+        enough = asyncio.Event()
+        training = asyncio.create_task(train(handle, trainer, steps=6, groups=GROUPS, enough=enough))
         taken = until(operator, lambda status: status.counters["groups_trained"] >= GROUPS)
         status = await during(training, taken)
         os.kill(next(worker.pid for worker in status.workers if worker.worker_id == victim), signal.SIGKILL)
+        await during(training, until(operator, lambda status: status.counters["workers_lost"] >= 1))
+        enough.set()
         steps = await training
         status = await operator.status()
     check_promises(steps, window=2, groups=GROUPS)

@@ -19,7 +19,7 @@ from dora.orchestrator.main import ServiceHandle
 from dora.rpc import dora_pb2 as pb
 from dora.rpc.dora_pb2_grpc import PromptsStub
 from dora.rpc.proven import ProvenChannel, Prover
-from tests.service import configured, during, move_one, running, train
+from tests.service import configured, during, move_one, running, train, train_beside
 
 STEPS: Final = 3
 SUBMIT: Final = "/dora.v1.Prompts/Submit"
@@ -92,16 +92,14 @@ async def test_sessions_turns_handoffs_steps_and_publications_are_spans(tiny_den
             Operator(handle.address, handle.token) as operator,
             Trainer(handle.address, token=handle.token) as trainer,
         ):
-            training = asyncio.create_task(train(handle, trainer, STEPS, groups=4))
-            await during(training, move_one(operator))
-            await training
+            steps = len(await train_beside(handle, trainer, STEPS, 4, move_one(operator)))
         chat = f"chat {tiny_dense}"
         assert collector.parents("step") == {""} and collector.parents("publish") == {"step"}
         assert collector.parents(chat) == {"session"} == collector.parents("move")
         trained = {span.attributes[0].value.int_value for span in collector.named("publish")}
-        assert trained == set(range(STEPS))
+        assert trained == set(range(steps))
         ended = [span for span in collector.named("session") if not span.status.code]
-        assert len(ended) >= 4 * 4 * STEPS and all(span.end_time_unix_nano for span in ended)
+        assert len(ended) >= 4 * 4 * steps and all(span.end_time_unix_nano for span in ended)
 
 
 async def test_a_session_of_two_turns_has_two_spans_and_a_collector_that_is_away_costs_nothing(

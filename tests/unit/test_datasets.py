@@ -10,8 +10,9 @@ import pytest
 from dora.config import PromptsConfig
 from dora.data.types import Prompt
 from dora.errors import MISSING, InvalidValue
-from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.dataset import dataset_files
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.refusals import data_words, refused
 
 ROWS = [{"question": f"q{number}", "answer": str(number), "level": number % 3} for number in range(300)]

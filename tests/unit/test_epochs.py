@@ -12,9 +12,11 @@ import pytest
 from dora.config import PromptsConfig
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
-from dora.prompts import ChatTokenizer, Position, PromptSource, resolve_prompts
 from dora.prompts.epochs import permuted
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.source import Position, PromptSource
 from dora.prompts.store import PromptStore
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.refusals import refused
 
 

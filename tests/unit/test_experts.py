@@ -10,6 +10,7 @@ from dora.core.forecast.cost import CostModel
 from dora.data.engine_samples import DecodeSample, Experts
 from dora.lab.planning.experts import fullest_rank
 from dora.lab.planning.profile import Fit, fit
+from tests.sweeps import tenth_of
 
 EXPERTS = Experts(total=128, per_token=8)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -83,7 +84,7 @@ def test_what_every_token_reads_is_found_in_the_rest() -> None:
     assert found.step_s == pytest.approx(0.02 + 0.1 * 0.03, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", tenth_of(range(2)))
 def test_a_dense_cost_stays_neutral_under_noise(seed: int) -> None:
     for noise in (0.0, 0.02, 0.05):
         found = fit(steps(DENSE, noise=noise, seed=seed), experts=EXPERTS)
@@ -91,7 +92,7 @@ def test_a_dense_cost_stays_neutral_under_noise(seed: int) -> None:
         assert found.decode_error == found.dense_error
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", tenth_of(range(2)))
 def test_noise_of_a_few_percent_makes_no_wild_values(seed: int) -> None:
     for noise in (0.02, 0.05):
         samples = steps(MIXTURE, noise=noise, seed=seed)

@@ -8,7 +8,7 @@ from dora.config import validated
 from dora.data.types import Prompt
 from dora.errors import Conflict, InvalidValue
 from dora.orchestrator.rollout.feed import REFUSED_MAX, PromptFeed
-from dora.prompts import Position, PromptSource
+from dora.prompts.source import Position, PromptSource
 from tests.refusals import refused
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym
 from transformers import AutoTokenizer
 
 from dora.config import PromptsConfig
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.models.tiny_vocabulary import CLASSES
-from dora.prompts import ChatTokenizer, parse_mix, resolve_prompts
+from dora.prompts.reasoning_gym import parse_mix
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.refusals import refused
 
 CHAT = [{"role": "user", "content": "What is 2+2?\n é"}]
@@ -110,6 +111,8 @@ def test_counting_prompts_ask_for_few_numbers_and_now_and_then_for_many(tokenize
 
 
 def test_a_mix_follows_its_weights_and_its_entries_can_be_scored(tokenizer: ChatTokenizer) -> None:
+    import reasoning_gym  # with matplotlib, which no other test process needs
+
     source = resolve_prompts("reasoning-gym:chain_sum:3,leg_counting", tokenizer)
     prompts = list(islice(source, 1000))
     tasks = Counter(prompt.task_id for prompt in prompts)

@@ -36,6 +36,7 @@ NO_COST = [
 TRACE = ("--preset", "small", "--set", "workload.lengths.kind=trace", "--set")
 SMALL = ("simulate", "--preset", "small", "--steps", "3", "--warmup", "1")
 SHORT = ("simulate", "--preset", "small", "--steps", "1", "--warmup", "0")
+LENGTHS = [pytest.param(SHORT, id="short"), pytest.param(SMALL, marks=pytest.mark.full, id="whole")]
 
 
 def run(*arguments: str) -> Result:
@@ -102,18 +103,20 @@ def test_the_example_of_the_help_runs() -> None:
     assert result.exit_code == ExitCode.OK, result.output
 
 
-def test_all_policies_are_compared_in_one_table_and_in_one_json_object() -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_all_policies_are_compared_in_one_table_and_in_one_json_object(length: tuple[str, ...]) -> None:
     answer = json.loads(run(*SMALL, "--compare", "--json").stdout)
     assert (answer["preset"], answer["steps"], answer["warmup"], answer["settings"]) == ("small", 3, 1, [])
     rows = {row["report"]["policy"]: row for row in answer["policies"]}
     assert list(rows) == list(strategies())
     assert rows["sync"]["speedup"] == 1.0 and rows["sync"]["report"]["window"] == 1
     assert rows["dora"]["speedup"] > 1.0
-    table = run(*SHORT, "--compare").stdout
+    table = run(*length, "--compare").stdout
     assert all(policy in table for policy in strategies())
 
 
-def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_for() -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_for(length: tuple[str, ...]) -> None:
     """That of the preset is 3; what is asked for, by an option or a setting, is for those that have a choice."""
     own = {"sync": 1, "one_step": 2, "stream": 2, "streamrl": 2, "partial": 64, "laxity": 3, "dora": 3}
     for asked, windows in (
@@ -121,7 +124,7 @@ def test_each_policy_of_a_comparison_has_the_nearest_window_that_it_is_defined_f
         (("--window", "1"), own | {"streamrl": 1, "laxity": 1, "dora": 1}),
         (("--set", "window.size=4"), own | {"laxity": 4, "dora": 4}),
     ):
-        found = json.loads(run(*SHORT, "--compare", *asked, "--json").stdout)["policies"]
+        found = json.loads(run(*length, "--compare", *asked, "--json").stdout)["policies"]
         rows = {row["report"]["policy"]: row["report"]["window"] for row in found}
         assert rows.items() >= windows.items(), asked
 
@@ -315,8 +318,11 @@ def test_dp_groups_that_were_said_to_be_lacking_let_generation_keep_up_better() 
     assert together.dp_groups_to_add is None, "they take turns"
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("step_s", ["0", "1e-20"])
-def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_up_with_it(step_s: str) -> None:
+def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_up_with_it(
+    step_s: str, length: tuple[str, ...]
+) -> None:
     """So little time is lost in rounding beside that since the start."""
     step = ("--set", f"trainer.step_s={step_s}")
     free = (*SMALL, *step)
@@ -325,7 +331,7 @@ def test_a_trainer_that_takes_no_time_is_simulated_and_no_dp_groups_would_keep_u
     table = run(*free)
     assert table.exit_code == ExitCode.OK, table.output
     assert re.search(r"workers to add for it\s+│\s+- │", table.stdout), table.stdout
-    assert len(json.loads(run(*SHORT, *step, "--compare", "--json").stdout)["policies"]) == len(strategies())
+    assert len(json.loads(run(*length, *step, "--compare", "--json").stdout)["policies"]) == len(strategies())
 
 
 def test_progress_moves_within_a_step() -> None:

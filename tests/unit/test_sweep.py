@@ -22,6 +22,7 @@ from dora.lab.sim.faults.wire import GAP_LIMIT_S, Trouble, Wire
 from dora.ops.cli.exits import DoraGroup, ExitCode
 from dora.ops.cli.offline.simulate.sweep import sweep as sweep_command
 from tests.refusals import data_words, refused
+from tests.sweeps import counts_of
 
 TOKEN = "0:dora:all:all:0:2"
 
@@ -99,9 +100,10 @@ def test_a_bad_token_says_what_is_wrong(token: str, said: str) -> None:
         Trial.of(token)
 
 
-def test_a_trial_runs_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "kinds"), [(3, "cancel"), pytest.param(6, "cancel,kill", marks=pytest.mark.full)])
+def test_a_trial_runs_the_same_again(monkeypatch: pytest.MonkeyPatch, count: int, kinds: str) -> None:
     place_is_kept(monkeypatch)
-    trials = [Trial(seed, "dora", "cancel") for seed in range(6)]
+    trials = [Trial(seed, "dora", kinds) for seed in range(count)]
     assert [trial.run() for trial in trials] == [trial.run() for trial in trials]
     assert any(trial.run() for trial in trials)
 
@@ -242,15 +244,26 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_json_says_how_many_seeds_failed_in_which_way() -> None:
-    code, text = run("--seeds", "2", "--faults", "kill,hang", "--policy", "dora", "--json")
+@pytest.mark.parametrize("count", counts_of(2, 4))
+def test_json_says_how_many_seeds_failed_in_which_way(count: int) -> None:
+    code, text = run("--seeds", str(count), "--faults", "kill,hang", "--policy", "dora", "--json")
     assert code == ExitCode.OK
-    assert json.loads(text) == {"seeds": 2, "violations": 0, "lost": 0, "duplicated": 0, "stalled": 0, "failures": []}
+    assert json.loads(text) == {
+        "seeds": count,
+        "violations": 0,
+        "lost": 0,
+        "duplicated": 0,
+        "stalled": 0,
+        "failures": [],
+    }
 
 
-def test_a_failure_is_printed_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "kinds"), [(2, "cancel"), pytest.param(8, "all", marks=pytest.mark.full)])
+def test_a_failure_is_printed_with_the_command_that_replays_it(
+    monkeypatch: pytest.MonkeyPatch, count: int, kinds: str
+) -> None:
     place_is_kept(monkeypatch)
-    code, text = run("--seeds", "2", "--faults", "cancel", "--policy", "dora", "--json")
+    code, text = run("--seeds", str(count), "--faults", kinds, "--policy", "dora", "--json")
     assert code == ExitCode.FAILED
     failure = json.loads(text)["failures"][0]
     token = failure["replay"].split("'")[1]

@@ -7,6 +7,7 @@ from typing import Any, Final
 import aiohttp
 import pytest
 
+from tests.sweeps import tenth_of
 from tests.unit.chats import TOOLS
 from tests.unit.front_service import front
 
@@ -54,10 +55,10 @@ def read(said: bytes) -> Any:
     return value
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", tenth_of(range(10)))
 async def test_whatever_is_written_is_a_reply(part: int) -> None:
     written_now = [""]
-    texts = written(random.Random(SEED))[part::4]
+    texts = written(random.Random(SEED))[part::10]
     seen = set[str]()
     async with (
         front("qwen3", policy=lambda _: written_now[0], context=1 << 20) as (base, _, _),

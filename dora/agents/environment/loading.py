@@ -13,15 +13,16 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from dora.agents.environment.gymnasium_text import gymnasium_episodes
-from dora.agents.environment.openenv import openenv_episodes
 from dora.agents.environment.protocol import Environment
 from dora.agents.environment.spec import OPTION, one_line
 from dora.agents.environment.verifiers_process import bridge_argv, bridge_variables
-from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from dora.config import EnvironmentConfig
 
 GROUP: Final = "dora.environments"
 LOADS_S: Final = 120
@@ -33,9 +34,15 @@ def _one_turn(spec: str) -> Callable[[], Environment]:
     raise InvalidValue(OPTION, spec, "module:Class: give reasoning-gym:TASK to --prompts, whose tasks have one turn")
 
 
+def _openenv(spec: str) -> Callable[[], Environment]:
+    from dora.agents.environment.openenv import openenv_episodes  # its HTTP client takes long to import
+
+    return openenv_episodes(spec)
+
+
 ADAPTERS: Final[dict[str, Adapter | None]] = {  # None: its episodes run by another interpreter (verifiers_process)
     "gymnasium": gymnasium_episodes,
-    "openenv": openenv_episodes,
+    "openenv": _openenv,
     "reasoning-gym": _one_turn,
     "verifiers": None,
 }
@@ -75,7 +82,7 @@ def runs_elsewhere(spec: str) -> bool:
     return ADAPTERS.get(spec.partition(":")[0], spec) is None
 
 
-def check_loads(settings: EnvironmentConfig, environment: Mapping[str, str]) -> None:
+def check_loads(settings: "EnvironmentConfig", environment: Mapping[str, str]) -> None:
     """Loads the environment in a process of its own: a service runs no code of others. Raises InvalidValue."""
     spec, argv, variables = settings.spec, [sys.executable, "-m", __name__, settings.spec], dict(environment)
     if runs_elsewhere(spec):

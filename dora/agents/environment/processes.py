@@ -26,6 +26,7 @@ from dora.agents.environment.user_process import MARK, STACK_SIGNAL
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
 from dora.rewards import frames
+from dora.rewards.limits import UserLimits
 from dora.system.environment import without_secrets
 
 log = logging.getLogger("dora.environment")
@@ -113,12 +114,13 @@ class UserProcess:
         self._marks = os.memfd_create("environment")
         os.truncate(self._marks, MARK.size)
         argv = [sys.executable, "-m", "dora.host.bound", str(os.getpid()), "-m", "dora.agents.environment.user_process"]
+        limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
         passed = (theirs.fileno(), self._marks)
+        words = (settings.spec, limits.as_argument(), str(settings.timeout_s), *map(str, passed))
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
-                *argv, settings.model_dump_json(), *map(str, passed), env=without_secrets(), pass_fds=passed,
-                start_new_session=True,
-            )  # fmt: skip
+                *argv, *words, env=without_secrets(), pass_fds=passed, start_new_session=True
+            )
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         try:
             async with asyncio.timeout(LOADS_S):

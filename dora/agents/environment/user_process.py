@@ -1,6 +1,6 @@
 """The process in which a user's environments run: it makes them, and calls them for the driver of their sessions.
 
-    python -m dora.agents.environment.user_process SETTINGS SOCKET MARKS
+    python -m dora.agents.environment.user_process SPEC LIMITS TIMEOUT_S SOCKET MARKS
 
 The driver sends {call, of, do, given} or {cancel: call}. It gets {call, found} or {call, error}, and ticks while the
 event loop runs. Whatever ends this process, its *marks* are left in memory that the driver reads: the number of the
@@ -29,7 +29,6 @@ from dora.agents.environment.loading import load_environment
 from dora.agents.environment.pool import prepare
 from dora.agents.environment.protocol import End, Environment, Reply, Task
 from dora.agents.environment.verdicts import is_deterministic
-from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
 from dora.rewards import frames
 from dora.rewards.limits import UserLimits
@@ -233,11 +232,10 @@ def _plain(value: object) -> Any:
     raise EnvironmentFailed(f"returned a {type(value).__name__}, which is no JSON")
 
 
-async def run(spec: str, settings: EnvironmentConfig, connected: socket.socket, marks: Marks) -> None:
+async def run(spec: str, limits: UserLimits, timeout_s: float, connected: socket.socket, marks: Marks) -> None:
     reader, writer = await asyncio.open_connection(sock=connected, limit=1 << 20)
     calls = Calls()
-    limits = UserLimits(settings.memory_mb, settings.open_files, settings.processes, section="environment")
-    guard = Guard(limits, settings.timeout_s, calls, marks.ending)
+    guard = Guard(limits, timeout_s, calls, marks.ending)
     try:
         make = cast(Callable[[], Environment], load_environment(spec))
     except InvalidValue as refused:
@@ -252,15 +250,14 @@ async def run(spec: str, settings: EnvironmentConfig, connected: socket.socket, 
     await server.serve(reader)
 
 
-def main(given: str, descriptor: int, memory: int) -> None:
+def main(spec: str, limits: UserLimits, timeout_s: float, descriptor: int, memory: int) -> None:
     os.dup2(2, 1)
     prefix_output(lambda: found.name if (found := _RUNNING.get()) is not None else "environment")
-    settings = EnvironmentConfig(**json.loads(given))
     for each in (descriptor, memory):
         os.set_inheritable(each, False)
     marks = Marks(memory)
     try:
-        asyncio.run(run(settings.spec, settings, socket.socket(fileno=descriptor), marks))
+        asyncio.run(run(spec, limits, timeout_s, socket.socket(fileno=descriptor), marks))
     except SystemExit as error:  # of a callback of the user's
         marks.say(f"SystemExit: {error}{_where(error)}", None)
         raise
@@ -269,4 +266,4 @@ def main(given: str, descriptor: int, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], UserLimits.from_argument(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

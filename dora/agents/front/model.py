@@ -12,7 +12,7 @@ from dora.agents.chat.rendering import ChatRenderer
 from dora.agents.chat.reply import CLOSE, OPEN
 from dora.agents.chat.tool_calls import ToolFormat, format_of
 from dora.models.ends import end_token_ids
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 
 RENDERING: Final = 2  # texts that are rendered or tokenised at once; others wait
 T = TypeVar("T")

@@ -7,8 +7,9 @@ from typing import Final
 
 from dora.config import Config
 from dora.models import resolve_model
-from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.files import is_file_source
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 
 COUNT: Final = 8
 SEED: Final = 1_000_003  # beyond the run's own

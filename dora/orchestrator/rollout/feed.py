@@ -11,7 +11,7 @@ from dora.errors import Conflict, DoraError, InvalidValue, described
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger
-from dora.prompts import Position, PromptSource
+from dora.prompts.source import Position, PromptSource
 
 log = logging.getLogger("dora.prompts")
 

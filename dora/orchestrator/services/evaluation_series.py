@@ -29,8 +29,9 @@ from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.rollout.record_queue import RecordQueue
 from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.services.evaluation import Evaluating
-from dora.prompts import ChatTokenizer, resolve_prompts
 from dora.prompts.files import is_file_source
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.tokenizer import ChatTokenizer
 from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")

@@ -27,7 +27,7 @@ from dora.weights.canary_bounds import CanaryBound
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
 from dora.worker.fake.kv import FakeRequest, blocks_from, bring_kv, cut_kv, full_blocks_of, with_ahead
-from dora.worker.fake.model import KV_BYTES, LAYERS, FakeBlocks, FakeModel
+from dora.worker.fake.model import KV_BYTES, LAYERS, FakeBlocks, FakeModel, Kv
 from dora.worker.fake.turns import FakeTurns
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
@@ -206,7 +206,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
         self._kept.discard(request.request_id)
         starts_anew = request.owes_prompt or not is_cut
         if starts_anew:
-            live.kv, live.snapshot, live.reserved = {}, None, None
+            live.kv, live.snapshot, live.reserved = Kv(), None, None
             live.preemptions += 1  # the segment of its KV ends
         place = len(self._waiting) if starts_anew else self._with_kv_waiting()
         self._waiting.insert(place, request.request_id)
@@ -246,7 +246,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
             if taken >= self._capability.slots:
                 return
             kept = 0 if live.reserved is None else len(live.reserved.block_ids)
-            needed = self._blocks_for(len(live.token_ids)) - self._blocks_for(live.kv_tokens)
+            needed = self._blocks_for(live.tokens) - self._blocks_for(live.kv_tokens)
             if self._blocks_used() - kept + needed > self._blocks():
                 if self._running or self._held or not self._give_up_kv():
                     return
@@ -261,7 +261,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
         victim = next((live for live in map(self._live.__getitem__, reversed(self._waiting)) if live.kv), None)
         if victim is None:
             return False
-        victim.kv = {}
+        victim.kv = Kv()
         victim.preemptions += 1
         self._preemptions += 1
         self._waiting.remove(victim.request.request_id)
@@ -276,11 +276,10 @@ class FakeEngine(BaseEngine[FakeRequest]):
         preempted.
         """
         live = self._live[request_id]
-        while self._blocks_used() + self._blocks_for(len(live.token_ids)) - self._blocks_for(live.kv_tokens) > (
-            self._blocks()
-        ):
+        needed = self._blocks_for(live.tokens) - self._blocks_for(live.kv_tokens)
+        while needed and self._blocks_used() + needed > self._blocks():
             victim = self._running.pop()
-            self._live[victim].kv = {}
+            self._live[victim].kv = Kv()
             self._live[victim].preemptions += 1
             self._preemptions += 1
             self._waiting.appendleft(victim)

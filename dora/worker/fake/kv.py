@@ -1,5 +1,6 @@
 """Requests of a fake engine, and their KV as blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -24,7 +25,7 @@ class FakeRequest:
     outputs: list[int]
     logprobs: list[float]
     watch: StopWatch | None
-    kv: Kv = field(default_factory=dict)
+    kv: Kv = field(default_factory=Kv)
     entry: int = field(default_factory=_entries.__next__)  # no other request has it, nor this one if it comes again
     snapshot: KvSnapshot | None = None  # taken in and not yet in a slot
     reserved: Reservation | None = None  # has the blocks that arrived before the snapshot
@@ -33,6 +34,15 @@ class FakeRequest:
     @property
     def token_ids(self) -> list[int]:
         return [*self.request.prompt_token_ids, *self.outputs]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    def from_token(self, first: int) -> Sequence[int]:
+        """Returns the tokens from ``first`` on, without a copy of a long response."""
+        prompt = self.request.prompt_token_ids
+        return self.outputs[first - len(prompt) :] if first >= len(prompt) else [*prompt[first:], *self.outputs]
 
     @property
     def pending(self) -> int:
@@ -72,7 +82,7 @@ def bring_kv(layout: KvLayout, model: FakeModel, live: FakeRequest) -> int:
             live.kv[name] = bytearray(whole[: kv_tokens * KV_BYTES])
         live.snapshot = live.reserved = None
         return 0
-    live.kv = {name: bytearray() for name in LAYERS}
+    live.kv = Kv(LAYERS)
     known = live.token_ids if not live.outputs else live.token_ids[: -1 - live.pending]
     for token_id in known:
         model.append_kv(live.kv, token_id)
@@ -89,8 +99,7 @@ def cut_kv(layout: KvLayout, live: FakeRequest, after: int) -> bool:
         _first_block(layout, name, kv_tokens) < _first_block(layout, name, live.kv_tokens) for name in windows
     ):
         return False
-    for raw in live.kv.values():
-        del raw[kv_tokens * KV_BYTES :]
+    live.kv.cut(kv_tokens)
     live.entry = next(_entries)
     return True
 

@@ -5,9 +5,10 @@ the weights, all KV so far, the last token and, unless greedy, the seed.
 """
 
 import math
+import struct
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -23,7 +24,19 @@ LAYERS: Final = ("fake.0", "fake.1")
 KV_BYTES: Final = 8  # of one token in one layer
 _FIRST_TOKEN_ID: Final = 3  # padding, begin and end are never sampled as ordinary tokens
 
-Kv = dict[str, bytearray]  # layer -> KV of all tokens, one after the other
+
+class Kv(dict[str, bytearray]):
+    """Layer -> KV of all tokens, one after the other. ``read``: layer -> hash of its first bytes, and their number."""
+
+    def __init__(self, layers: Iterable[str] = ()) -> None:
+        super().__init__((name, bytearray()) for name in layers)
+        self.read: dict[str, tuple[Any, int]] = {}
+
+    def cut(self, kv_tokens: int) -> None:
+        """Drops the KV after the first ``kv_tokens``."""
+        self.read.clear()
+        for raw in self.values():
+            del raw[kv_tokens * KV_BYTES :]
 
 
 class FakeModel:
@@ -35,7 +48,7 @@ class FakeModel:
         self._vocab_size = vocab_size
         self._mean_tokens = mean_tokens
         self._seed = seed.to_bytes(8, "little")
-        self._weights = b""
+        self._begin = b""  # of all that is hashed: the weights and the seed
         self._window_tokens = window_tokens
 
     def load(self, version: int, folder: Path, reference: Reference | None) -> None:
@@ -50,7 +63,7 @@ class FakeModel:
                 raise InvalidValue("weights file", str(folder / name), f"a readable file ({error})") from error
         if reference is not None:
             check_tensors(found, reference.tensors)
-        self._weights = digest.digest()
+        self._begin = digest.digest() + self._seed
 
     def length(self, request: RequestSpec) -> int:
         """Returns the length of the response if nothing ends it earlier."""
@@ -84,25 +97,29 @@ class FakeModel:
         return np.asarray(ids, f"<u{routing.id_bytes}").tobytes()
 
     def _read(self, kv: Kv) -> bytes:
-        """Returns the KV that the layers read: the last sampled token has none yet."""
-        if not self._window_tokens:
-            return b"".join(kv.values())
-        whole, windowed = (kv[name] for name in LAYERS)
-        return bytes(whole + windowed[max(0, len(windowed) - (self._window_tokens - 1) * KV_BYTES) :])
+        """Returns hashes of the KV that the layers read: the last sampled token has none yet."""
+        found = b""
+        for name, raw in kv.items():
+            if self._window_tokens and name == LAYERS[1]:
+                found += blake3(raw[max(0, len(raw) - (self._window_tokens - 1) * KV_BYTES) :]).digest()
+                continue
+            digest, known = kv.read.get(name) or (blake3(), 0)
+            digest.update(raw[known:])
+            kv.read[name] = digest, len(raw)
+            found += digest.digest()
+        return found
 
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Returns a logprob for each token but the first, given those before it."""
         return tuple(_logprob(self._hash("score", token_ids[:end])) for end in range(2, len(token_ids) + 1))
 
-    def _hash(self, *parts: str | bytes | Iterable[int]) -> int:
-        digest = blake3(self._weights)
-        digest.update(self._seed)
+    def _hash(self, *parts: str | bytes | Sequence[int]) -> int:
+        hashed = self._begin
         for part in parts:
             raw = part.encode() if isinstance(part, str) else part
-            raw = raw if isinstance(raw, bytes) else np.asarray(tuple(raw), "<i8").tobytes()
-            digest.update(len(raw).to_bytes(8, "little"))
-            digest.update(raw)
-        return int.from_bytes(digest.digest(8), "little")
+            raw = raw if isinstance(raw, bytes) else struct.pack(f"<{len(raw)}q", *raw)
+            hashed += len(raw).to_bytes(8, "little") + raw
+        return int.from_bytes(blake3(hashed).digest(8), "little")
 
 
 class FakeBlocks:

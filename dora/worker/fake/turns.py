@@ -29,17 +29,19 @@ class FakeTurns:
 
     def sample(self, live: FakeRequest) -> TokenDelta:
         """Samples a token. The last one sampled, and given ones, get their KV first."""
-        first = len(live.token_ids) - 1 - live.pending if live.outputs else 0
+        first = live.tokens - 1 - live.pending if live.outputs else 0
         owed = b""
         if live.owes_prompt:
             owed = np.asarray(self._model.score(live.token_ids), "<f4").tobytes()
-        for token_id in live.token_ids[live.kv_tokens :]:
+        for token_id in live.from_token(live.kv_tokens):
             self._model.append_kv(live.kv, token_id)
         index, sampling = len(live.outputs), live.request.sampling
         in_turn = index + 1 - live.request.turn_begin
         ends = in_turn >= max(live.length, sampling.min_tokens) and not sampling.ignore_eos
         forbidden = sampling.stop_token_ids if in_turn < sampling.min_tokens else ()
-        token_id, logprob = self._model.sample(live.request, live.kv, live.token_ids[-1], ends, forbidden)
+        token_id, logprob = self._model.sample(
+            live.request, live.kv, live.from_token(live.tokens - 1)[0], ends, forbidden
+        )
         live.outputs.append(token_id)
         live.logprobs.append(logprob)
         reason = self._finish_reason(live)
@@ -58,6 +60,6 @@ class FakeTurns:
         if (last == STOP_TOKEN_ID and not sampling.ignore_eos) or last in sampling.stop_token_ids:
             return "stop"
         sampled = len(live.outputs) - live.request.turn_begin
-        if sampled >= sampling.max_tokens or len(live.token_ids) >= self._max_model_len_tokens:
+        if sampled >= sampling.max_tokens or live.tokens >= self._max_model_len_tokens:
             return "length"
         return None

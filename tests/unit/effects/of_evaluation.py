@@ -9,7 +9,7 @@ from dora.data.types import Prompt
 from dora.errors import InvalidValue
 from dora.orchestrator.rollout.prompt_check import PromptCheck
 from dora.orchestrator.services import evaluation_series
-from dora.prompts import ChatTokenizer
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.unit.effects.of_prompts import read_split
 from tests.unit.effects.rows import Place, Row, Seen, Shown
 

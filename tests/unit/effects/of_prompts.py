@@ -8,7 +8,9 @@ from typing import Any, Final
 from dora.config import Config
 from dora.data.types import Prompt
 from dora.errors import DoraError, InvalidValue
-from dora.prompts import ChatTokenizer, PromptSource, resolve_prompts
+from dora.prompts.resolving import resolve_prompts
+from dora.prompts.source import PromptSource
+from dora.prompts.tokenizer import ChatTokenizer
 from tests.unit.effects.rows import Place, Row, Seen, Shown
 
 OTHERS: Final[dict[str, Any]] = {  # a value of each field of a prompt, and what the prompt then has

@@ -24,7 +24,7 @@ from dora.orchestrator.rollout.telemetry import Telemetry
 from dora.orchestrator.runtime import Runtime
 from dora.orchestrator.services.server import _bound
 from dora.orchestrator.setup import cache_of, recorder_of, run_folder_of, store_of, weight_versions
-from dora.prompts import PromptSource
+from dora.prompts.source import PromptSource
 from dora.rewards import RewardRunner
 from dora.rpc.roles import Role, ServiceTokens
 from dora.system.log_lines import formatter_of

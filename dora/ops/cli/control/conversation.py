@@ -33,7 +33,7 @@ def _decoder(record: Path, version: int) -> "Decode | None":
     """Returns the model's decoder, from the record's versions; None, with the reason on stderr, if none loads."""
     from dora.data.run_record import VERSIONS_FOLDER
     from dora.errors import InvalidValue
-    from dora.prompts import ChatTokenizer
+    from dora.prompts.tokenizer import ChatTokenizer
 
     versions = record / VERSIONS_FOLDER
     others = sorted(each for each in versions.glob("*") if each.name.isdigit())
