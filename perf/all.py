@@ -38,7 +38,7 @@ MARK: Final = "<!-- figures -->"
 END: Final = "<!-- end of figures -->"
 LIMIT_S: Final = 900.0  # of one benchmark
 SAID: Final = 2000  # characters of a failed benchmark's last words
-OLDER: Final = " (older than the code)"
+OLDER: Final = " (older)"
 WORDS: Final = {">=": "at least", "<=": "at most"}
 BARS: Final[Mapping[str, Callable[[float, float], bool]]] = {">=": operator.ge, "<=": operator.le}
 
@@ -124,25 +124,32 @@ def _cpu() -> str:
 
 
 def markdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures, and when and where the benchmark of each was measured."""
+    """The figures, and the benchmarks by when and where they were measured. OLDER marks those of changed code."""
     lines = ["| name | number | bar | benchmark |", "|---|---|---|---|"]
-    measurements = ["| benchmark | date | commit | CPU |", "|---|---|---|---|"]
+    measurements: dict[tuple[str, str, str], list[str]] = {}
+    unmeasured: list[str] = []
     for benchmark in BENCHMARKS:
         row = rows.get(benchmark.name, {"figures": {}})
         for figure in benchmark.figures:
-            number, bar = _cells(figure, row["figures"].get(figure.title))
-            lines.append(f"| {figure.title} | {number} | {bar} | `{benchmark.name}` |")
-        commit = f"{row['commit']}{OLDER}" if row["figures"] and is_older(benchmark, row) else row.get("commit", "-")
-        measurements.append(f"| `{benchmark.name}` | {row.get('date', '-')} | {commit} | {row.get('cpu', '-')} |")
-    return "\n".join([*lines, "", *measurements])
+            value = row["figures"].get(figure.title)
+            if value is None:
+                unmeasured.append(f"- {figure.title} (`{benchmark.name}`)")
+            else:
+                lines.append(f"| {figure.title} | {' | '.join(_cells(figure, value))} | `{benchmark.name}` |")
+        if row["figures"]:
+            mark = OLDER if is_older(benchmark, row) else ""
+            measurements.setdefault((row["date"], row["commit"], row["cpu"]), []).append(f"`{benchmark.name}`{mark}")
+    lines += ["", "| date | commit | CPU | benchmarks |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(of)} | {', '.join(names)} |" for of, names in sorted(measurements.items())]
+    if unmeasured:
+        lines += ["", "Not measured:", "", *unmeasured]
+    return "\n".join(lines)
 
 
-def _cells(figure: Figure, value: float | None) -> tuple[str, str]:
+def _cells(figure: Figure, value: float) -> tuple[str, str]:
     """The number, bold if it is outside of its bar, and the bar."""
     sign, _, bar = figure.bar.partition(" ")
     limit = f"{WORDS[sign]} {_shown(float(bar), figure.form)}" if bar else "-"
-    if value is None:
-        return "not measured", limit
     number = _shown(value, figure.form)
     return (number if not bar or BARS[sign](value, float(bar)) else f"**{number}**"), limit
 
