@@ -79,7 +79,6 @@ def _name(address: str) -> str:
 
 
 def _folders() -> list[Path]:
-    """The candidate folders for tokens, best first."""
     bases = [Path(base) for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME") if (base := os.environ.get(name))]
     with suppress(RuntimeError):  # a user without a home folder
         bases.append(Path.home() / ".cache")

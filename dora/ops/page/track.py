@@ -34,8 +34,8 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """``lanes``: the workers by name, in order of arrival. ``is_whole``: every time is known; those before a restart of
-    the service are not.
+    """One trajectory's way. ``lanes`` names the workers in order of arrival. ``is_whole`` says that every time is
+    known. Times before a restart of the service are not.
     """
 
     trajectory_id: str
@@ -51,7 +51,7 @@ class Track:
 
 
 def track_of(shown: ShownTrajectory, now: float) -> Track:
-    """``now``: the end of what goes on."""
+    """Returns the track. Whatever still goes on ends at ``now``."""
     lanes = tuple(dict.fromkeys(segment.worker for segment in shown.worker_history))
     stays = _stays(shown, lanes)
     end = shown.finished_at or now
@@ -64,7 +64,6 @@ def track_of(shown: ShownTrajectory, now: float) -> Track:
 
 
 def _stays(shown: ShownTrajectory, lanes: Sequence[str]) -> list[tuple[int, float, float]]:
-    """The lane of each segment whose begin is known, its first token's time, and when it left."""
     both = list(zip(shown.worker_history, shown.arrivals, strict=False))
     leaves = [*(arrival.left_at or arrival.at for _, arrival in both[1:]), FOREVER]
     return [

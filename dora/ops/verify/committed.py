@@ -123,7 +123,7 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
 
 
 def _twice(file: Path) -> Iterator[str]:
-    """A commit that was repeated has one line, or two alike. Two with different groups are of different runs."""
+    """Finds repeated commits with different groups, which are of different runs. Two equal lines are one commit."""
     groups: dict[int, Any] = {}
     for line in whole_lines(file):
         record = json.loads(line)
@@ -194,7 +194,6 @@ def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]
 
 
 def _left_out(steps: Steps) -> set[int]:
-    """The versions whose weights the record need not have. The last one's are always kept."""
     last = max(steps, default=-1)
     return {step + 1 for step, each in steps.items() if step != last and not keeps_weights(each.weights, step + 1)}
 

@@ -87,7 +87,7 @@ def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
 
 
 def _tokens_max(module: Any) -> int:
-    """The tokens of a batch, with padding, so that its logits fit into the memory for them."""
+    """Limits the tokens of a batch, with padding, so that its logits fit into the memory for them."""
     return min(_BATCH_TOKENS_MAX, _LOGITS_MAX // int(module.get_output_embeddings().weight.shape[0]))
 
 
@@ -119,7 +119,6 @@ def _batch_logprobs(module: Any, batch: Sequence[Trajectory]) -> list[Float32Arr
 
 @contextmanager
 def _threads(multiplications: int) -> Iterator[None]:
-    """Computes a small batch in one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if multiplications <= _ONE_THREAD_MAX else before)
     try:

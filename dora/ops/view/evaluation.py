@@ -53,7 +53,7 @@ COLUMNS: Final[Sequence[Column[_Row]]] = (
 
 
 def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) -> EvaluationReport:
-    """``value_of``: the value of ``column`` by prompt id; ``column`` empty: none was requested."""
+    """Builds the report. ``value_of`` gives a prompt's value of ``column``; an empty one was not requested."""
     by = {}
     tasks = scores_by(evaluation.groups, lambda group: group.trajectories[0].task_id)
     if len(tasks) > 1:

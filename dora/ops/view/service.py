@@ -229,7 +229,7 @@ def _add_counters(table: Facts, status: Status, everything: bool) -> None:
 
 
 def counter_group(name: str) -> str:
-    """The group in which a counter is shown; the last one has those of no other."""
+    """Returns the group in which a counter is shown. Counters without a group come into the last one."""
     if name in PROMISES:
         return next(iter(COUNTER_GROUPS))
     return next((group for group, starts in COUNTER_GROUPS.items() if starts and name.startswith(starts)), FAULTS)
@@ -325,7 +325,7 @@ def by_name(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
-    """Newest version first, then by name."""
+    """Sorts by version, newest first, then by name."""
     return sorted(workers, key=lambda worker: (-worker.version, worker.worker_id))
 
 
