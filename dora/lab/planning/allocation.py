@@ -44,7 +44,7 @@ class Split:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller is better: the shorter step, then the fewer accelerators."""
+        """Orders splits, best first: by the step's time, then by accelerators."""
         return self.step_s, self.gpus
 
 
@@ -180,7 +180,6 @@ def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
 
 
 def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
-    """Each budget's split with the shortest step, then the fastest generation; ordered by rollout accelerators."""
     best: dict[int, Split] = {}
     for splits in budgets:
         if splits:
@@ -190,8 +189,6 @@ def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
 
 
 def _with_fewest(way: Generation, trainers: Sequence[int], most: int, training: Training) -> Split:
-    """``way`` with the fewest accelerators for training that give the same step as ``most``."""
-
     def step_s(gpus: int) -> float:
         return Split(way, gpus, training.seconds(gpus)).step_s
 

@@ -122,8 +122,8 @@ def generation(
 
 
 def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], float]) -> float:
-    """The emptiest batches, as a share of full ones, with which the work takes no longer than the tail; 1 if there are
-    none. Full batches have the shortest work, and empty ones the shortest tail.
+    """Finds the emptiest batches, as a share of full ones, for which the work takes no longer than the tail; else 1.
+    Full batches have the shortest work, and empty ones the shortest tail.
     """
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS if work_s(1.0) < tail_s(1.0) else 0):
@@ -170,7 +170,6 @@ def ways_to_generate(
 
 
 def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
-    """The time of a step of ``batch`` requests on average, interpolated between the neighbouring integers."""
     below = int(batch)
     share = batch - below
     return (1 - share) * cost.decode_step_s(below, context) + share * cost.decode_step_s(below + 1, context)

@@ -112,7 +112,6 @@ def stages(model: ModelSpec, pipeline: int) -> tuple[PipelineStage, ...]:
 
 
 def _most(model: ModelSpec, pipeline: int, last: int) -> int:
-    """Blocks of the fullest stage other than the last, which has ``last``."""
     return ceil((model.blocks - last) / (pipeline - 1))
 
 

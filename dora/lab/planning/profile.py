@@ -156,7 +156,6 @@ def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> 
 
 
 def _last_bound_by_weights(cost: CostModel, decode: Sequence[DecodeSample]) -> float:
-    """The largest sampled number of requests at which reading weights takes longer than computing; 0: none."""
     reading = replace(cost, request_s=0.0)
     sizes = {sample.running for sample in decode}
     return float(max((n for n in sizes if cost.weights_s and cost.matmul_s(n) == reading.matmul_s(n)), default=0))
@@ -175,7 +174,6 @@ def _decode_error(cost: CostModel, samples: Iterable[DecodeSample]) -> float:
 
 
 def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:
-    """The median, over samples, of the time per prompt token that remains after decoding."""
     rest = [(s.step_s - cost.decode_step_s(s.running, s.prompt_tokens)) / s.prompt_tokens for s in samples]
     return max(0.0, median(rest)) if rest else 0.0
 

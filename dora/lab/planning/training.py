@@ -80,7 +80,6 @@ class Trainers:
         return found
 
     def _find(self, gpus: int) -> tuple[ReplicaLayout, float] | None:
-        """The best layout, and its time relative to the best with fractional replicas, layers and experts."""
         compared: list[Option] = []
         for tier in self._tiers:
             compared += tier.compared
@@ -102,5 +101,4 @@ class _Tier:
             self._by_gpus[option.replica.gpus].append(option)
 
     def dividing(self, gpus: int) -> list[Option]:
-        """Options whose whole replicas fill ``gpus`` accelerators."""
         return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]

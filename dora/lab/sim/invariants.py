@@ -401,7 +401,6 @@ def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, i
 
 
 def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
-    """Marks unfinished requests as found. Each may be found once only."""
     for row in rows:
         if row not in unplaced:
             raise Violation(f"{state.request_id.get(row, row)} is in two places, or finished and still in one (C2)")

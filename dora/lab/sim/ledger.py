@@ -305,7 +305,7 @@ class SimLedger:
             raise Violation(f"{delivered.group_id} is delivered with the members {found} {logged} (C2)")
 
     def scored(self, request_id: str, reward: float | None) -> str | None:
-        """Records a verdict; None: it is not valid. Returns the group's id if it was the group's last."""
+        """Records a verdict; None is an invalid one. Returns the group's id if it was the group's last."""
         response = self.responses.get(request_id)
         if response is None:
             return None  # cancelled

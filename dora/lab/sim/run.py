@@ -196,7 +196,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
 
 
 def _groups_to_add(scenario: Scenario, took_s: float, busy_s: float) -> int | None:
-    """None if no number of workers lets generation keep up: the trainer alternates with it or takes no time."""
+    """Returns None if no number of workers lets generation keep up: the trainer alternates with it or takes no time."""
     if scenario.cluster.colocated or busy_s <= 0.0:
         return None
     return groups_to_add(took_s, busy_s, scenario.cluster.engines)

@@ -122,7 +122,6 @@ def _field(request: Mapping[str, Any], name: str, least: int, place: str, *, who
 
 
 def _is_number(value: object) -> bool:
-    """Integers must fit into 64 bits, and other numbers must be finite."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MAX

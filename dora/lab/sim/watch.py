@@ -246,7 +246,6 @@ class Watch:
                 self._counted += 1
 
     def _lost(self, state: State, event: on.WorkerLost, named: Named) -> None:
-        """Checks the requests of a lost worker, which are elsewhere now, and every handoff."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.worker_id, event.epoch)]
         for command_id in over:
             if isinstance(self._sent.pop(command_id), do.LoadVersion):
@@ -256,7 +255,6 @@ class Watch:
         check_handoffs(state)
 
     def _pool_lost(self, state: State, event: on.PoolLost, named: Named) -> None:
-        """Checks every handoff, including those to and from the lost pool."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.pool_id, event.epoch)]
         for command_id in over:
             del self._sent[command_id]

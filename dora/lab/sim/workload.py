@@ -62,8 +62,8 @@ class SimPrompt:
         return self.group_size_min or self.group_size
 
     def tokens_left(self, index: int, turn: int) -> int:
-        """The response tokens that the turn after this one leaves by a fork, of one session; 0: it does not fork. It
-        gives as many more, so that lengths stay.
+        """Returns the response tokens that the turn after this one leaves by a fork, of one session; 0 if it does not
+        fork. It gives as many more, so that lengths stay.
         """
         drawn = Random(f"fork {self.key} {index} {turn}")
         most = self.spans(index)[turn][1] - 1  # the first token stays
@@ -115,11 +115,11 @@ class Moments:
     answer_tokens: float = 0.0  # of the environment
 
     def generated_tokens(self, responses: float) -> float:
-        """N: tokens to sample."""
+        """N: the tokens to sample."""
         return responses * self.mean_tokens
 
     def context_tokens(self, responses: float) -> float:
-        """C: cached tokens read over all decode steps: prompt, response and previous answers."""
+        """C: the cached tokens read over all decode steps, of prompt, response and previous answers."""
         before_tokens = self.prompt_tokens + self.answer_tokens
         return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)
 
@@ -217,7 +217,6 @@ class WorkloadStream:
 
 
 def _cut(lengths: IntColumn, turns: SimTurns, rng: np.random.Generator) -> list[tuple[tuple[EngineTurn, ...], ...]]:
-    """Divides each response into 1 .. most turns, of at least one token, at uniformly random positions."""
     counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
     weights = rng.standard_exponential((*lengths.shape, turns.most))
     weights *= np.arange(turns.most) < counts[..., None]
@@ -250,7 +249,7 @@ class Filter:
 
 
 class SimVerifier:
-    """A reward function: 1 or 0. A share of the prompts is settled, as all responses to it get the same."""
+    """A reward function that returns 1 or 0. A share of the prompts is settled: all responses to it get the same."""
 
     def __init__(self, settled_fraction: float, seed: int) -> None:
         self._settled, self._seed = settled_fraction, seed
@@ -279,7 +278,7 @@ def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
 
 
 def _moments_of(shape: TaskShape, lengths: Lengths) -> Moments:
-    """Integrals of quantile functions over the normal density."""
+    """Integrates quantile functions over the normal density."""
 
     def cut(scores: FloatColumn) -> IntColumn:
         return _whole(shape.tokens(scores), lengths.cap_tokens)

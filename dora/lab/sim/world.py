@@ -384,8 +384,8 @@ class World(WorkerDriver):
         self.judged(command.request_id, None)
 
     def judged(self, request_id: str, reward: float | None) -> None:
-        """Delivers a verdict. If it is a group's last, the user's filter runs before any step may take the group.
-        ``reward`` None: it is not valid.
+        """Delivers a verdict; ``reward`` None is an invalid one. If it is a group's last, the user's filter runs before
+        any step may take the group.
         """
         group_id = self.ledger.scored(request_id, reward)
         if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt.prompt_id):

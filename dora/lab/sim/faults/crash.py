@@ -62,8 +62,8 @@ def crash(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, float]]:
-    """The survivors, each with the delay of its return; 0: in time to be expected. The other processes are started
-    again by their launcher.
+    """Returns the survivors, each with the seconds until it returns; 0 is in time to be expected. The launcher starts
+    the other processes again.
     """
     found: list[tuple[SimWorker, float]] = []
     for worker in [*world.workers.values(), *world.pools.values()]:

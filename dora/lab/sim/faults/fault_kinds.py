@@ -97,7 +97,6 @@ def _hang(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _stall(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """Half of the cases never end."""
     world.stall(worker, 2.0 * fault.amount * STALL_LIMIT_S if fault.subject // 64 % 2 else FOREVER_S)
 
 
@@ -106,7 +105,6 @@ def _partition(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _refuse(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """Makes the next 1 to 3 commands of one kind fail."""
     command, error_kind = REFUSALS[fault.subject // 64 % len(REFUSALS)]
     worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
     migrate(world, fault)

@@ -105,7 +105,6 @@ def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, in
 
 
 def _refuse(_world: UnreliableWorld, handoff: Handoff, target: SimWorker) -> None:
-    """The target refuses the snapshot as incomplete or, for every second row, as incompatible with its blocks."""
     target.refusals[do.CopyIn] = ["not_movable" if handoff.row % 2 else "refused"]
 
 

@@ -83,7 +83,6 @@ def _inject(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
 
 
 def _cancel_parked(world: UnreliableWorld, fault: Fault) -> None:
-    """Cancels the group of a parked request: a waiting one if there is any, otherwise one that is being resumed."""
     state = world.machine.state
     parked = sorted(row for pool in state.pools.values() for row in pool.rows)
     row = pick([row for row in parked if row not in state.handoffs] or parked, fault.subject // 512)

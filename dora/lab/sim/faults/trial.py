@@ -168,14 +168,12 @@ class Trial:
         return {"turns": turns, "sessions": True, **kinds}
 
     def _sizes(self, most: int) -> dict[str, Any]:
-        """Sizes of groups. In a third of the seeds groups start with two members, and grow if rewards differ."""
         random, sizes = Random(f"growth {self.seed}"), {"group_size": most}
         if SESSION not in kinds_of(self.kinds) or most < 3 or random.random() < SAME_SIZE:
             return sizes
         return {**sizes, "group_size_min": 2, "settled_fraction": random.choice((0.0, 0.2, 0.8))}
 
     def _pools(self) -> dict[str, Any]:
-        """Pool settings. One third of the seeds have no pool."""
         random = Random(f"pools {self.seed}")
         if POOL not in kinds_of(self.kinds):
             return {}

@@ -98,7 +98,6 @@ class UnsteadyWorld(ServedWorld):
         self.after(2.0 * TICK_S * self.random.random(), self._tick)
 
     def _sweep_snapshots(self) -> None:
-        """Deletes snapshots of lost workers that no handoff refers to, as the service does at each tick."""
         epochs = {worker.epoch for worker in (*self.workers.values(), *self.pools.values())}
         kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
         for locator, snapshot in list(self.snapshots.items()):
@@ -391,7 +390,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(on.StorageChanged(""))
 
     def end_prompts(self, left: int | None) -> None:
-        """Limits the source to ``left`` more prompts. None: the service ends admission now."""
+        """Limits the source to ``left`` more prompts. If it is None, the service ends admission now."""
         self.ending = True
         if left is None:
             self.post(on.AdmissionEnded())

@@ -204,7 +204,6 @@ def end_s_of(timeline: Timeline) -> float:
 
 
 def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple[list[float], list[float]]]:
-    """Times and shares of KV use of each drawn worker, at most ``POINTS_MAX`` in all."""
     series: dict[int, tuple[list[float], list[float]]] = {}
     for at_s, worker, share in timeline.kv:
         if worker in row_of:
@@ -216,7 +215,6 @@ def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple
 
 
 def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[float], list[float]]:
-    """KV use within a span, from its begin to its end. A sample holds until the next one."""
     times, shares = kv
     first, last = bisect_right(times, span.begin_s), bisect_left(times, span.end_s)
     before = shares[first - 1] if first else 0.0
