@@ -32,7 +32,7 @@ class BranchPlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A message of a chat. ``place``: its end if it is an answer of this session."""
+    """A message of a chat. ``place`` is its end if it is an answer of this session."""
 
     place: BranchPlace | None = None
     children: dict[str, list["_Node"]] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class _Node:
 class Ask:
     """One turn: ``inputs`` follows the tokens of ``branch``.
 
-    ``begins``: the branch is new. It has the tokens of ``origin``; None: none. ``reason``: why it is new: a key of
-    BREAKS, BRANCH or NEW; empty for a session's first branch.
+    If it ``begins``, the branch is new, with the tokens of ``origin``, if any. ``reason`` says why: a key of BREAKS,
+    BRANCH or NEW, or empty for a session's first branch.
     """
 
     branch: int
@@ -58,14 +58,13 @@ class Ask:
 
 @dataclass(slots=True)
 class Branch:
-    """The tokens of one branch. ``turns``: (first, one after the last) of each answer."""
+    """The tokens of one branch. ``turns`` has (first, one after the last) of each answer."""
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     is_open: bool = True  # no turn is under way, and none has failed
 
     def until(self, tokens: int) -> "Branch":
-        """Returns its first ``tokens`` tokens as another branch."""
         return Branch(self.token_ids[:tokens], [turn for turn in self.turns if turn[1] <= tokens])
 
     def common(self, token_ids: np.ndarray[Any, Any]) -> int:
@@ -145,7 +144,7 @@ class SessionTree:
         options: Mapping[str, Any] | None = None,
         prompt: Rendered | None = None,
     ) -> "Plan":
-        """Finds the answer that a chat continues. ``prompt``: the whole chat, if it was rendered before."""
+        """Finds the answer that a chat continues. ``prompt`` is the whole chat, if it was rendered before."""
         options = options or {}
         context, keys = context_key(tools, options), tuple(map(key_of, messages))
         root = self._roots.get(context, _Node())
@@ -175,8 +174,8 @@ class SessionTree:
     def ask_restored(
         self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any], *, is_thinking: bool
     ) -> Ask:
-        """Returns the ask of a restored branch's last answer, which is taken off it. ``messages`` are those that the
-        answer follows; none for a prompt of token ids.
+        """Returns the ask of a restored branch's last answer, and takes that off the branch. The answer follows
+        ``messages``, or a prompt of token ids.
         """
         root = self._roots.setdefault(context_key(tools, options), _Node()) if messages else None
         (branch,) = self.branches
@@ -206,7 +205,7 @@ class SessionTree:
         self._answers.add(key)
 
     def dropped(self, ask: Ask, *, is_known: bool = True) -> None:
-        """Notes that a turn has failed. ``is_known``: the service knows of it, so its branch cannot go on."""
+        """Notes that a turn has failed. If the service knows of it (``is_known``), its branch cannot go on."""
         self.branches[ask.branch].is_open = not is_known
 
     def _find(self, root: _Node, messages: Sequence[Message], keys: Sequence[str]) -> tuple[_Node, int, str]:
@@ -245,7 +244,6 @@ class SessionTree:
         return branch.token_ids[first : place.tokens]
 
     def _tips(self) -> list[tuple[BranchPlace, list[int], list[int]]]:
-        """Returns the latest branches that may go on: their ends, tokens, and last answers."""
         found = []
         for number, branch in reversed(list(enumerate(self.branches))[-_TEXTS_MAX:]):
             place = BranchPlace(number, len(branch.token_ids))

@@ -26,7 +26,7 @@ class Failing(Driven, Protocol):
 
 
 class Attending:
-    """Runs ``episode`` for each session, ``at_once`` at most. ``described``: an error of the episode, in one line.
+    """Runs ``episode`` for each session, ``at_once`` at most. ``described`` states an error of the episode in one line.
 
     A session that is offered again, since its connection was lost, goes on with the environment that it has.
     """

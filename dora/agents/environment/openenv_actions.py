@@ -18,8 +18,8 @@ _CALL: Final = "call_tool"
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """The actions that an environment takes. ``fields``: of an action; ``text_field``: the one that a reply's text is
-    given as; empty: none. ``are_calls``: they are calls of tools.
+    """The actions that an environment takes, with their ``fields``. A reply's text is given as ``text_field``, if there
+    is one. If ``are_calls``, they are calls of tools.
     """
 
     fields: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Actions:
     are_calls: bool = False
 
     def of(self, reply: Reply) -> list[dict[str, Any]]:
-        """Returns the actions of a reply, one for each of its calls. Empty: the reply has none."""
+        """Returns the actions of a reply, one for each of its calls, or none."""
         if self.are_calls:
             return [
                 {"type": _CALL, "tool_name": call.name, "arguments": call.value()}
@@ -50,7 +50,6 @@ class Actions:
 
     @property
     def expected(self) -> str:
-        """The message to a policy whose reply has no action."""
         return f"Answer with a JSON object with the fields {', '.join(self.fields)}."
 
 

@@ -82,7 +82,7 @@ class Remote:
                 process.forget(self)
 
     async def ended(self) -> Ended | None:
-        """Returns how its process has ended; None: it has not."""
+        """Returns how its process has ended, or None if it runs."""
         if self._process is not None and self._process.is_ending:
             await asyncio.wait({self._process.over})
         return self.outcome
@@ -97,7 +97,7 @@ class Remote:
 
 
 class UserProcess:
-    """One process. ``over``: is done when it has ended, and every environment in it has its ``outcome``."""
+    """One process. ``over`` is done when it has ended, and every environment in it has its ``outcome``."""
 
     def __init__(self, processes: "Processes", *, is_alone: bool) -> None:
         self._processes, self._is_alone = processes, is_alone
@@ -156,13 +156,12 @@ class UserProcess:
             self._asked.pop(number, None)
 
     def forget(self, remote: Remote) -> None:
-        """The environment is closed."""
         self._remotes.pop(remote.number, None)
         if self._is_alone:
             self.end("")
 
     def end(self, reason: str) -> None:
-        """Ends the process. ``reason``: why, if it is the fault of the environment whose code runs."""
+        """Ends the process. ``reason`` says why, if it is the fault of the environment whose code runs."""
         if self.is_ending:
             return
         self.is_ending, self._said = True, reason

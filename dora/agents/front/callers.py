@@ -21,8 +21,8 @@ ENDS: Final = "Sessions/EndSession"
 class Call:
     """The caller of a request.
 
-    ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
-    ``roles``: of the certificate, if that says which sessions it may open. ``is_own``: its key is that of the session.
+    An empty ``session_id`` means a session of its own. It counts to the requests in flight of ``holder``. ``roles`` are
+    those of a certificate that limits the sessions it may open. If ``is_own``, its key is that of the session.
     """
 
     holder: str
@@ -43,7 +43,7 @@ class Call:
 class Credentials:
     """The credentials and session of a request.
 
-    ``own``: the session whose key it has, which was compared. ``method``: what the request does.
+    ``own`` is the session whose key it has, which was compared. ``method`` is what the request does.
     """
 
     key: str = ""
@@ -54,8 +54,8 @@ class Credentials:
 
 
 class Callers:
-    """The callers of a front. ``key``: of all clients; empty: any key is accepted. ``mutual``: all clients show
-    certificates, and one with a role needs no key.
+    """The callers of a front. All clients have ``key``; if it is empty, any key is accepted. If ``mutual``, all clients
+    show certificates, and one with a role needs no key.
     """
 
     def __init__(self, key: str = "", *, mutual: bool = False) -> None:
