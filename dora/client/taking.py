@@ -50,7 +50,6 @@ class Taken:
     """Complete copies of files that have no more writers. They stay readable if their folder is removed."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """``names``: files in ``folder``."""
         self._open: dict[str, int] = {}
         self.identities: tuple[WeightFile, ...] = ()  # set by examine
         self.image: Image | None = None  # of the one file, on the trainer's GPU
@@ -105,7 +104,7 @@ class Taken:
         return {name: memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ)) for name, opened in self._open.items()}
 
     def close(self) -> None:
-        """May be repeated."""
+        """Closes the files. May be repeated."""
         for opened in self._open.values():
             os.close(opened)
         self._open = {}
@@ -185,7 +184,7 @@ def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
-    """Maps the spare file under its new name and size; None if it is missing or too small."""
+    """Maps the spare file under its new name and size. Returns None if it is missing or too small."""
     if spare is None or len(spare.room) < file_bytes:
         return None
     try:
