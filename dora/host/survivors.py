@@ -64,8 +64,8 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A process as the file has it. ``place``: of the state folder that it was recorded in; ``owner`` and
-    ``owner_began``: the service that it served.
+    """A process as the file has it. It was recorded in the state folder at ``place``, and served the service ``owner``,
+    which began at ``owner_began``.
     """
 
     pid: int
@@ -93,7 +93,7 @@ class Survivors:
     def find(self, belongs: Callable[[str, list[str]], bool]) -> Mapping[str, tuple[Adopted, str]]:
         """Returns the living processes of an earlier incarnation with their marks, by name, and forgets the others.
 
-        ``belongs(name, argv)``: whether the process of that name is started with these arguments.
+        ``belongs(name, argv)`` says whether the process of that name is started with these arguments.
         """
         found = {}
         for name, known in self._read().items():
