@@ -26,7 +26,7 @@ def last_words(log: Path) -> str:
 
 
 def reason_in(text: str) -> str:
-    """Returns the reason in a log's text. A refusal by DORA comes before an exception, the last of a kind first."""
+    """Returns the reason in a log's text. A refusal by DORA precedes an exception, the last of a kind first."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     for pattern in (_REFUSAL, _DETAIL, _RAISED):
         found = [match["said"] for line in lines if (match := pattern.match(line)) is not None]
