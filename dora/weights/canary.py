@@ -111,7 +111,7 @@ def _of_sequence(
 
 
 def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
-    """The parameters that change when published, with their published values. Tied parameters are included."""
+    """Returns the parameters that change when published, with their published values. Tied parameters are included."""
     import torch
 
     changed = {}

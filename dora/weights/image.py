@@ -36,7 +36,7 @@ class ImageRefused(Conflict):
 
 @dataclass(frozen=True, slots=True)
 class ImageNote:
-    """``blake3``: of the version's one file, in hexadecimal. ``sums``: of its tensors, in the file's order."""
+    """An image's note: ``blake3`` of the version's one file, in hexadecimal; ``sums`` of its tensors in file order."""
 
     place: Place
     blake3: str
@@ -80,7 +80,7 @@ def void(descriptor: int) -> bool:
 
 @contextmanager
 def noted(folder: Path) -> Iterator[ImageNote | None]:
-    """Yields the note of the version in ``folder``, whose image stays as it is within the context; None: it has none.
+    """Yields the note of the version in ``folder``, whose image stays as it is within the context; or None.
 
     Raises ImageRefused for a note that no trainer has written.
     """

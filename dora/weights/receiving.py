@@ -143,7 +143,6 @@ class Receiving:
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """Creates a file of this size with all its space allocated, and maps it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, file_bytes)
