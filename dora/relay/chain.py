@@ -65,7 +65,6 @@ class Chain:
         return self._upstream.get(host, "")
 
     def upstreams(self, host: str, most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
-        """Returns the hosts to ask, in order: the upstream, its predecessors, and the head last."""
         found: list[str] = []
         at = self.upstream(host)
         while at and len(found) < most - 1:

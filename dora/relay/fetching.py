@@ -130,7 +130,7 @@ class VersionFetch:
     def _round(self, order: FetchOrder, changed: int) -> Holding | None:
         """Asks each upstream once. Returns the version, or None if another round is worthwhile; raises as ``run`` does.
 
-        ``changed``: the number of replacements when ``order`` was taken.
+        ``changed`` is the number of replacements when ``order`` was taken.
         """
         before = self.came_bytes
         reasons: list[str] = []
@@ -226,7 +226,6 @@ class VersionFetch:
         return stream
 
     def _open(self, stream: Stream, upstream: Upstream, receivers: dict[str, Receiver]) -> str:
-        """Requests the version and receives its manifest. Returns the transport's name."""
         names = [*([] if upstream.host in self._only_tcp else self.receivers), TCP]
         fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes, "transports": " ".join(names)}
         stream.send(Kind.FETCH, {**fetch, "manifest": self._holding is None})
@@ -268,8 +267,6 @@ class VersionFetch:
 
 @dataclass(slots=True)
 class _Arriving:
-    """The incoming pieces of one connection."""
-
     stream: Stream
     holding: Holding
     receiver: Receiver | None  # None: TCP
@@ -369,7 +366,6 @@ class _Arriving:
 
 
 def _heard(stream: Stream) -> Frame:
-    """Returns the next frame. Raises TransferFailed if it is a refusal."""
     frame = stream.receive()
     if frame.kind is Kind.REFUSED:
         raise TransferFailed(f"refused: {frame.head.get('reason')}")

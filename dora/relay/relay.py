@@ -53,7 +53,7 @@ class RelaySettings:
 
 
 class Relay:
-    """Thread-safe."""
+    """Sends and receives versions. Thread-safe."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Relay:
         settings: RelaySettings,
         tell: Callable[[Outcome], None],
     ) -> None:
-        """Opens ``door``, and closes it in the end. ``own``: the host's name and epoch for its peers.
+        """Opens ``door``, and closes it in the end. ``own`` has the host's name and epoch for its peers.
 
         ``tell`` gets one outcome for each order, or for several orders of one version, in a thread of the relay.
         """
