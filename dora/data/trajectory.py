@@ -199,7 +199,7 @@ class Trajectory:
         return f"<Trajectory {self.trajectory_id}: {ended}, {reward}, version {self.behaviour_version}>"
 
     def __getstate__(self) -> list[Any]:
-        """Like a dataclass with slots, in the order of the fields; the tokenizer stays in its process."""
+        """Returns a dataclass's state with slots, in the order of the fields. The tokenizer stays in its process."""
         return [getattr(self, each.name) if each.name != "decoder" else None for each in fields(self)]
 
     @property

@@ -123,8 +123,8 @@ class RequestSpec:
         after: int | None = None,
         prompt_logprobs: bool = False,
     ) -> "RequestSpec":
-        """Returns the request with a next turn, which is sampled as ``sampling`` says. ``after``: the outputs that it
-        follows, without the later ones; None: all.
+        """Returns the request with a next turn, which is sampled as ``sampling`` says. It follows the first ``after``
+        outputs, without the later ones, or all if None.
         """
         after = len(self.output_token_ids) if after is None else after
         return replace(
@@ -200,7 +200,7 @@ class TokenDelta:
 class EngineNumerics:
     """The settings that decide how the sampling engines round a version's logprobs.
 
-    ``quantisation``: empty: none. ``batch_invariant``: a request's logits do not depend on its neighbours.
+    An empty ``quantisation`` is none. If ``batch_invariant``, a request's logits do not depend on its neighbours.
     """
 
     quantisation: str = ""
