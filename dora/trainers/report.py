@@ -53,7 +53,7 @@ def _shown(value: float, form: str) -> str:
 
 
 def step_json(report: StepReport) -> str:
-    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``,
-    ``replayed_ids``.
+    """Returns a step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``,
+    ``waited_s``, ``replayed_ids``.
     """
     return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})
