@@ -20,10 +20,10 @@ NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another
 
 
 class Disk:
-    """Thread-safe. Callbacks are called in the disk's thread."""
+    """Reads and writes snapshots. Thread-safe. Callbacks are called in the disk's thread."""
 
     def __init__(self, spill: SpillFolder, secret: bytes, read_bytes: int) -> None:
-        """``secret``: the run's, for keyed checksums. ``read_bytes``: memory for snapshots that are being read back."""
+        """``secret`` is the run's, for keyed checksums. ``read_bytes`` limits memory for snapshots being read back."""
         self.most_bytes = spill.most_bytes
         self._spill = spill
         self._secret = secret
@@ -71,7 +71,7 @@ class Disk:
             opened.set_result(bodies)
 
     def _read_back(self, parked: Parked) -> tuple[Bodies, str]:
-        """Returns the bodies and a description of their damage; empty if they are sound."""
+        """Returns the bodies and a description of their damage, which is empty if they are sound."""
         file = parked.file
         if file is None:
             raise NotMovable(f"{parked.request_id} was forgotten meanwhile")

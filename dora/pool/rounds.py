@@ -12,7 +12,7 @@ from dora.pool.parked import Bodies, Parked
 
 
 class ParkedRounds:
-    """Thread-safe, for one caller at a time."""
+    """Sends a parked snapshot. Thread-safe, for one caller at a time."""
 
     def __init__(self, parked: Parked, opened: "Future[Bodies]", secret: bytes, closed: Callable[[str], None]) -> None:
         """``closed`` gets the reason if the bytes are lost, otherwise an empty text. It is not called if they were not

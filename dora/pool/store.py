@@ -55,7 +55,7 @@ class PoolContents:
 
 
 class Store:
-    """Thread-safe."""
+    """The snapshots of one pool. Thread-safe."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Store:
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``secret``: the run's, for keyed checksums."""
+        """``secret`` is the run's, for keyed checksums."""
         self._arena = arena
         self._disk = disk
         self._secret = secret
@@ -190,7 +190,6 @@ class Store:
     # -------------------------------------------------------------------------------------------------- under the lock
 
     def _room_bytes(self) -> int:
-        """Returns the free arena bytes: neither occupied nor reserved."""
         used = sum(parked.memory_bytes for parked in self._parked.values()) + sum(self._let_in.values())
         return self._arena.most_bytes - used
 
@@ -281,7 +280,7 @@ class Store:
                 self._settle(parked)
 
     def _read(self, parked: Parked, lost: str) -> None:
-        """Ends a read. ``lost``: the reason why the bytes are unusable."""
+        """Ends a read. If ``lost`` is not empty, it says why the bytes are unusable."""
         if lost:
             self.drop(parked, lost)
         with self._lock:
