@@ -47,7 +47,7 @@ def resolve_prompts(
     ``none`` has no prompts of its own: only those submitted over gRPC are sampled. Prompts of more than
     ``limit_tokens`` raise InvalidValue: of a file at once, of endless sources when they are drawn. Each prompt of a
     file is passed to ``check``, whose errors get the row's location. ``progress`` receives the progress of reading a
-    file. ``longest_tokens``: of the responses that ``tiny-tail`` asks for.
+    file. ``longest_tokens`` is the limit of the responses that ``tiny-tail`` asks for.
     """
     if isinstance(config, str):
         config = PromptsConfig(source=config)

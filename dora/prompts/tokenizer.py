@@ -19,8 +19,8 @@ from dora.prompts.template import Messages, compiled_template, rendered
 class ChatTokenizer:
     """The tokenizer of a Hugging Face folder. Gives the same ids as transformers.
 
-    ``cache``: the folder of exported tokenizers; None: ``default_cache()``. Raises InvalidValue if ``folder`` has no
-    tokenizer.json, or a tokenizer that cannot be loaded.
+    ``cache`` is the folder of exported tokenizers, by default ``default_cache()``. Raises InvalidValue if ``folder``
+    has no tokenizer.json, or a tokenizer that cannot be loaded.
     """
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class ChatTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty: there is none."""
+        """The text of the chat template, empty if there is none."""
         text = self._exported.chat_template
         return text if isinstance(text, str) else ""
 
