@@ -59,7 +59,6 @@ def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFuncti
 
 
 def _yields(function: UserFunction) -> bool:
-    """Returns whether it is a generator function, or an object or decorator around one."""
     inner = inspect.unwrap(function)
     called = [inner] if inspect.isroutine(inner) or hasattr(inner, "func") else [inner, type(inner).__call__]
     return any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)

@@ -154,7 +154,6 @@ class FunctionPool:
                 await process.kill()
 
     def _add_waiting(self, jobs: deque[_Job], most: int) -> None:
-        """Adds this task's share of the waiting calls, up to ``most`` in total."""
         share = math.ceil((1 + self._jobs.qsize()) / max(1, len(self._workers)))
         size_bytes = len(jobs[0].frame)
         while len(jobs) < min(share, most) and size_bytes < BATCH_BYTES:
@@ -169,7 +168,7 @@ def _answer(job: _Job, reply: dict[str, Any]) -> None:
 
 
 class _Failure(Exception):
-    """The function or its process failed: the end of a sentence. The process is unusable."""
+    """The function or its process failed, for the reason in the end of a sentence. The process is unusable."""
 
 
 class _Process:
@@ -254,7 +253,7 @@ class _Process:
             exchanging.cancel()
 
     async def _written_and_read(self, frame: bytes, jobs: deque[_Job], is_first: bool) -> None:
-        """``is_first``: a process that ends before this call fails it, for the next process would do the same."""
+        """If ``is_first``, a process that ends before this call fails it, for the next process would do the same."""
         with contextlib.suppress(ConnectionError):  # it has ended, which the missing answer shows
             self._calls.write(frame)
             await self._calls.drain()

@@ -38,7 +38,7 @@ _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the s
 
 
 class Ended(Exception):
-    """The user process is unusable: the end of a sentence gives the reason."""
+    """The user process is unusable, for the reason in the end of a sentence."""
 
 
 class ServiceGone(Exception):
@@ -46,7 +46,7 @@ class ServiceGone(Exception):
 
 
 class Prints:
-    """The user process's output: passed to our stderr, the service's log, up to a limit, then counted."""
+    """The user process's output. It passes to our stderr, the service's log, up to a limit, and is counted beyond."""
 
     def __init__(self, spec: str, source: int, log_bytes: int) -> None:
         self.source = source
@@ -56,7 +56,7 @@ class Prints:
         os.set_blocking(source, False)
 
     def pass_on(self) -> int:
-        """Passes on the present output. Returns its bytes: 0 if there is none or the output has ended."""
+        """Passes on the present output. Returns its bytes, or 0 if there is none or the output has ended."""
         try:
             printed = os.read(self.source, READ_BYTES)
         except BlockingIOError:
@@ -80,7 +80,7 @@ class Prints:
 
 
 class UserProcess:
-    """The user process as its supervisor sees it. ``service``: the descriptor that ends with the service."""
+    """The user process as its supervisor sees it. ``service`` is the descriptor that ends with the service."""
 
     def __init__(
         self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int, limits: UserLimits
@@ -176,7 +176,6 @@ class UserProcess:
         return received
 
     def _exit_codes(self, wait: bool = False) -> None:
-        """Reaps ended processes: the user process, and its orphans."""
         self._exit_code = reap(wait).get(self._id, self._exit_code)
 
 
@@ -286,7 +285,6 @@ def _log(text: bytes) -> bool:
 
 
 def _leave() -> None:
-    """Ends the user process without the interpreter's shutdown; a bug of DORA is printed."""
     error = sys.exc_info()[1]
     if error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
