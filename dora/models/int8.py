@@ -21,7 +21,7 @@ def is_quantised(name: str) -> bool:
 
 
 def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix (rows, columns) and its scales (rows, 1): ``values * scales`` approximates ``tensor``."""
+    """Returns a matrix (rows, columns) and its scales (rows, 1): ``values * scales`` approximates ``tensor``."""
     whole = tensor.float()
     scales = (whole.abs().amax(dim=1, keepdim=True) / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return (whole / scales).round_().clamp_(-_MAX, _MAX).to(torch.int8), scales
@@ -30,7 +30,7 @@ def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise(module: torch.nn.Module) -> int:
     """Makes the projections of a model compute as the engine's do. Returns their number.
 
-    ``module``: of transformers, with the names of its checkpoint.
+    ``module`` is transformers', with the names of its checkpoint.
     """
     found = 0
     for name, part in module.named_modules():
