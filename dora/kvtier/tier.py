@@ -47,7 +47,7 @@ class Passage:
 
 @dataclass(slots=True)
 class Search:
-    """A search for chunks, and once ``done`` the chunks found: consecutive, from ``first`` on."""
+    """A search for chunks. Once ``done``, it has the chunks found: consecutive, from ``first`` on."""
 
     passage: Passage
     first: int
@@ -58,7 +58,7 @@ class Search:
 
     @property
     def end(self) -> int:
-        """One after the last chunk found."""
+        """The end of the chunks found: one after the last."""
         return self.first + (0 if self.chunks is None else len(self.chunks))
 
 
@@ -108,7 +108,7 @@ class Tier:
         return search
 
     def room(self, chunks: int) -> np.ndarray | None:
-        """Memory for chunks to be stored; None while the tier is down, or if too many are in transit."""
+        """Returns memory for chunks to be stored, or None while the tier is down or too many are in transit."""
         if not self.up.is_set():
             return None
         array = self._outgoing.array(chunks * self._shape.sealed_bytes)
@@ -300,7 +300,7 @@ class Tier:
         )
 
     def _session(self, name: str) -> str:
-        """A unique session name, as workers share a server."""
+        """Makes session names unique, as workers share a server."""
         return f"{self.instance:x}-{name}"
 
     def _slot(self, slot: Any) -> np.ndarray:
@@ -322,7 +322,7 @@ def _field(answer: Any, name: str, kind: type) -> Any:
 
 
 def _mapped(segment: Path) -> tuple[int, np.ndarray]:
-    """The server's shared memory, and an id that distinguishes it from another of the same name."""
+    """Maps the server's shared memory. Returns it with an id that distinguishes it from another of the same name."""
     try:
         descriptor = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
         try:

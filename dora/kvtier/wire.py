@@ -40,7 +40,7 @@ class TierConnection:
         self._serial = itertools.count(1)
 
     def call(self, operation: str, *values: Any) -> Any:
-        """The server's answer. Raises TransferFailed if it is late or invalid.
+        """Returns the server's answer. Raises TransferFailed if it is late or invalid.
 
         A failure resets the connection, so a late answer is discarded.
         """
@@ -78,7 +78,7 @@ class TierConnection:
 def key_of(
     model: str, salt: str, token_ids: Sequence[int], first: int, end: int, session: str, *, is_lookup: bool = False
 ) -> Mapping[str, Any]:
-    """``IPCCacheServerKey``: the tokens ``first`` to ``end`` (whole chunks) of a prefix. A session has one prefix."""
+    """Returns ``IPCCacheServerKey``: tokens ``first`` to ``end`` (whole chunks) of a session's one prefix."""
     return {
         "model_name": model,
         "world_size": 1,
@@ -94,7 +94,7 @@ def key_of(
 
 
 def registration(instance: int, model: str, block_tokens: int, chunk_bytes: int) -> Mapping[str, Any]:
-    """``RegisterEngineDrivenContextPayload`` for chunks as plain bytes: one layer of one slot."""
+    """Returns ``RegisterEngineDrivenContextPayload`` for chunks as plain bytes: one layer of one slot."""
     return {
         "instance_id": instance,
         "model_name": model,
