@@ -51,7 +51,7 @@ class Responder:
         """Reports all tokens that were sampled."""
 
     def began_copy(self, command_id: int) -> None:
-        """A request's KV is on its way while the request decodes."""
+        """Reports that a request's KV is on its way while the request decodes."""
         self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=command_id)))
 
 
@@ -113,7 +113,7 @@ class CommandLoop(Generic[V]):
         self._responder.answer(outcome)
 
     def leave(self) -> None:
-        """The service is lost; the member lives on."""
+        """Leaves the lost service. The member lives on."""
         self.endpoint.leave()
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:
