@@ -5,7 +5,7 @@ from typing import Final
 
 
 class Crowd:
-    """At most ``most`` connections. Belongs to the event loop."""
+    """Limits the connections to ``most``. Belongs to the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most: Final = most

@@ -21,7 +21,7 @@ Position = Callable[[], Mapping[str, int]]
 
 
 def about(**fields: str | int) -> dict[str, Any]:
-    """The argument ``extra`` of a log call: the step, version, worker, host, session or request of its line."""
+    """Returns the argument ``extra`` of a log call: the step, version, worker, host, session or request of its line."""
     return {_ABOUT: fields}
 
 

@@ -18,8 +18,8 @@ INTERRUPTED: Final = 130
 def drain_on_signals(drain: Callable[[], None], end: Callable[[], object]) -> None:
     """Calls ``drain`` at the first signal of ``DRAIN``, and ``end`` at a SIGINT that follows one.
 
-    A SIGINT after ``end`` ends the process at once. Further signals of other kinds change nothing. SIGHUP stays
-    ignored where it was at the start (nohup).
+    A SIGINT after ``end`` ends the process at once. Further signals of other kinds change nothing. SIGHUP stays ignored
+    if it was at the start (nohup).
     """
     loop = asyncio.get_running_loop()
     phase = 0
