@@ -99,6 +99,5 @@ def _shared(folder: Path) -> bool:
 
 
 def _private(folder: Path) -> bool:
-    """Whether it is this user's folder, which no other user can read."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077

@@ -205,7 +205,6 @@ def _rounded(share: float | None) -> float | None:
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:
-    """Counts admitted groups that are neither trained, cancelled nor open. A negative count means too many of those."""
     known = counters.get("groups_trained", 0) + counters.get("groups_cancelled", 0) + run.groups_open_at_end
     return int(counters.get("groups_admitted", 0) - known)
 

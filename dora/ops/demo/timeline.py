@@ -178,7 +178,6 @@ def _draw_arc(axes: Any, arc: Arc) -> None:
 
 
 def _edge(arc: Arc, row: int) -> float:
-    """The edge of a row's bar that faces the other row, relative to its middle; the upper one for the same row."""
     other = arc.end[1] if row == arc.begin[1] else arc.begin[1]
     return 0.2 if other > row else -0.2 if other < row else -0.34
 

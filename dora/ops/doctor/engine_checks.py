@@ -228,7 +228,6 @@ def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """Writes the model's weights into a folder: those of the first file scaled, the others linked."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()

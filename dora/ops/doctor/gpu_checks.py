@@ -177,5 +177,4 @@ def invariance(subject: Subject) -> dict[str, Any]:
 
 
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:
-    """Returns a prompt that shares no block with another one's."""
     return tuple(3 + (number * 31 + place * 7) % 40 for place in range(tokens))

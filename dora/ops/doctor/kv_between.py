@@ -101,7 +101,6 @@ def _answer(told: Connection) -> str:
 
 
 def _receive(folder: Path, device: str, transport: str, secret: bytes, told: Connection) -> None:
-    """The target's process: writes what arrives into blocks of its own, until it is killed."""
     from dora.kvtransfer.device import OnDevice
 
     if device == "cuda":  # before CUDA starts here: every thread then uses the second GPU

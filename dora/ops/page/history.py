@@ -140,7 +140,6 @@ class History:
         return columns
 
     def _change_roster(self, there: Mapping[str, WorkerStatus], pools: Set[str]) -> None:
-        """Adds lanes of new workers, and removes those of workers that had left before the oldest sample."""
         oldest = (self.older or self.recent)[0][0]
         over = [
             name
@@ -155,9 +154,6 @@ class History:
         self.roster += bool(over or new)
 
     def _forget_segments(self) -> None:
-        """If there are too many segments, forgets the states of versions in the older half of each lane; if that is not
-        enough, the older half of the longest lanes.
-        """
         if self._segments <= self._segments_most:
             return
         for lane in self.lanes.values():
@@ -172,7 +168,6 @@ class History:
 
 
 def _as_worker(pool: PoolStatus) -> WorkerStatus:
-    """Converts a pool: its parked requests wait, and its memory takes the place of KV."""
     use = pool.memory_bytes / pool.memory_most_bytes if pool.memory_most_bytes else 0.0
     return WorkerStatus(
         worker_id=pool.pool_id, host=pool.host, state=pool.state, version=-1, waiting=pool.parked, kv_use=use

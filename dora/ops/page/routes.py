@@ -163,7 +163,6 @@ async def _history(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _events(request: web.Request, browser: Browser) -> web.StreamResponse:
-    """Sends the updates after ``after``, until the browser leaves, does not read for long, or is signed out."""
     viewers, browsers, cookie = request.app[FEED].viewers, request.app[BROWSERS], request.cookies[COOKIE]
     after = _number(request, "after")
     with viewers.one():
@@ -204,7 +203,6 @@ async def _trajectory(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _tracks(request: web.Request, browser: Browser) -> web.Response:
-    """Sends turns and moves, without tokens, of a trajectory (``id``) or of those that a ``worker`` has."""
     operator = request.app[BROWSERS].operator(browser)
     if trajectory_id := request.query.get("id", ""):
         shown = [await operator.trajectory(trajectory_id, 0, 1)]

@@ -207,7 +207,6 @@ def _parse(line: bytes, number: int) -> Trajectory:
 def _differences(
     module: Any, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Trajectory, Float64Array, int]]:
-    """Each trajectory with its differences by token, and the number of tied expert choices that were reversed."""
     from dora.ops.verify.recompute import difference, recomputed_logprobs  # loads torch
     from dora.ops.verify.ties import with_choices_turned
 

@@ -160,7 +160,6 @@ def _replays(steps: Steps, trajectories: Sequence[Trajectory], window_versions: 
 
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:
-    """Checks groups outside of committed steps: they may only belong to the next step, not committed or cancelled."""
     file = folder / CANCELLED_FILE
     cancelled = {_group_of(line) for line in whole_lines(file)} if file.is_file() else set()
     for group_id in sorted(members.keys() - committed_in.keys() - cancelled):
@@ -179,9 +178,6 @@ def _group_of(line: bytes) -> Any:
 
 
 def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]) -> Iterator[str]:
-    """Checks that each committed step's version is recorded, unless workers rejected it, and that no other version is.
-    An interrupted commit is an exception.
-    """
     kept, left_out = set(_versions_in(folder)), _left_out(steps)
     for step in sorted(steps):
         if step + 1 not in kept | withdrawn | left_out:

@@ -59,7 +59,6 @@ def _has_own_prompt(trajectory: Trajectory) -> bool:
 
 
 def _branches(group: Sequence[Trajectory]) -> Iterator[str]:
-    """Checks the branches of a session: each once, with one reward, and no sampled token in two loss masks."""
     sessions: dict[int, list[Trajectory]] = defaultdict(list)
     for each in group:
         sessions[each.sample_index].append(each)

@@ -87,7 +87,6 @@ def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
 
 
 def _tokens_max(module: Any) -> int:
-    """Limits the tokens of a batch, with padding, so that its logits fit into the memory for them."""
     return min(_BATCH_TOKENS_MAX, _LOGITS_MAX // int(module.get_output_embeddings().weight.shape[0]))
 
 

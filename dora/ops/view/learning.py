@@ -152,8 +152,6 @@ def _add(facts: StepFacts, tree: dict[str, Any]) -> None:
 
 
 class _named:
-    """Turns what a malformed line raises into a refusal that names the line."""
-
     def __init__(self, where: str, tree: object) -> None:
         self._where, self._tree = where, tree
 

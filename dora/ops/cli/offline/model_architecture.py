@@ -229,7 +229,6 @@ def _kind_of_architecture(architectures: Any) -> str:
 
 
 def _module(whole: Any, config: Any, place: _NamedFile) -> Any:
-    """Builds the model without memory for its parameters."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
