@@ -444,7 +444,6 @@ class SimLedger:
         evaluation.groups.clear()
 
     def _check_redundant(self, group_id: str, group: SimGroup) -> None:
-        """Only unfinished groups due in this step may be dropped as redundant, and at most ``spare`` of them."""
         due, step = group.version + group.window - 1, self.steps
         self.redundant[step] += 1
         if due != step or not group.unscored or self.redundant[step] > self.spare:

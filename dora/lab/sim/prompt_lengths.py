@@ -89,7 +89,6 @@ class TracedPrompts:
         return float(self._means_of_slices() @ responses / responses.sum())
 
     def _means_of_slices(self) -> FloatColumn:
-        """Mean prompt in each of SLICES equal parts of the lines, ordered by response."""
         order = np.argsort(self._outputs, kind="stable")
         _, alike, counts = np.unique(self._outputs[order], return_inverse=True, return_counts=True)
         # independent of the order of equal responses

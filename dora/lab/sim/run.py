@@ -116,7 +116,6 @@ def _world(scenario: Scenario, seed: int) -> World:
 
 
 def _checks(world: World) -> Observer:
-    """An observer that checks the core's whole state periodically, or after every event for a small cluster."""
     due = 0
 
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:

@@ -236,7 +236,6 @@ class Workload(Section):
         return self
 
     def _check_lengths_of(self, task: SimTask, place: str) -> None:
-        """A task may only change settings of the workload's kind of lengths."""
         kind = self.lengths.kind
         if task.file and kind not in READING_KINDS:
             raise InvalidValue(f"{place}.file", task.file, f"left out: {no_file(kind)}")

@@ -170,7 +170,6 @@ class Watch:
             self._count(watched.deadline, -1)
 
     def _gone(self, state: State, command: do.DropGroup | do.ForgetGroup, named: Named) -> None:
-        """A group has left the core with all its requests. Its rows may already belong to another group."""
         watched, names = self._groups.pop(command.group_id), state.request_row
         left = [name for n in range(len(watched.rows)) if (name := f"{command.group_id}.{n}") in names]
         if left or command.group_id in state.group_row:
@@ -278,7 +277,6 @@ class Watch:
                 check_handoff(state, row, state.handoffs[row])
 
     def _stands(self, state: State, row: int, named: Named) -> None:
-        """Checks a request's present place, and that it has left the previous one."""
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
         if place != before:
             if before >= 0:

@@ -193,7 +193,6 @@ class SimWorker:
         return self._done(command)
 
     def _copy_out(self, world: WorkerWorld, command: do.CopyOut, bad: str) -> Outcome:
-        """Copies the present KV while the request decodes; then freezes it and copies the rest."""
         request = self.engine.requests.get(command.request_id)
         ahead_tokens = 0 if request is None else request.context
         if request is None or ahead_tokens <= AHEAD_LEAST_TOKENS:

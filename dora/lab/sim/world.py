@@ -275,7 +275,6 @@ class World(WorkerDriver):
         self._draw()
 
     def _draw(self) -> None:
-        """Offers drawn prompts up to the scenario's limit. The others wait for the next tick."""
         limit, state = self.scenario.in_flight_groups, self.machine.state
         in_flight = len(state.backlog) + state.window.open_groups + len(state.leased)
         count = min(self._owed, limit - in_flight) if limit else self._owed

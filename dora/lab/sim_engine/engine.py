@@ -235,7 +235,6 @@ class SimEngine:
         self.totals.reprefill_s += seconds * again
 
     def _stop(self, request: SimRequest, *, ended: bool = False) -> None:
-        """Frees the slot of a running request and updates its counts. The request is AWAY afterwards."""
         if request.phase is not RUNNING:
             return
         done = request.left if ended else self._done(request)
@@ -268,7 +267,6 @@ class SimEngine:
         self.unread += request.context
 
     def _give(self, request: SimRequest, tokens: int) -> None:
-        """Prefills tokens from outside. Without KV the whole context is computed when it starts."""
         if request.resident:
             self.kv += tokens
             self.unread += tokens * request.unread

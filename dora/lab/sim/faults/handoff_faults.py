@@ -71,7 +71,6 @@ def migrate(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
-    """Calls ``act`` the ``count``-th time that a command belongs to a handoff in ``phase``."""
     left = count
 
     def trap(command: do.WorkerCommand) -> bool:

@@ -176,7 +176,6 @@ class SimService:
             self.executor.register(handlers)
 
     def _orders(self) -> Handlers:
-        """Commands to simulated workers. The service's messages are built only as a check."""
         world = self._world
         return {
             **dict.fromkeys(SENT, self._to_worker),
@@ -269,7 +268,6 @@ class SimService:
             self.log.rely()
 
     def _give(self, event: on.TurnRequested) -> None:
-        """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
         response = self.buffer[event.request_id]
         after, is_fork = event.after_tokens, event.is_prompt or event.after_tokens != on.NO_FORK
         first = -event.tokens if event.is_prompt else after if is_fork else len(response)
@@ -376,8 +374,6 @@ class _Filter:
 
 
 class _Trainers(Trainers):
-    """The simulated trainer, whose stream is always open."""
-
     def __init__(self, world: ServiceWorld, service: SimService, recorder: Any) -> None:
         super().__init__(service, service.buffer, service.journal, recorder)
         self._world = world
@@ -441,8 +437,6 @@ class _Stream:
 
 
 class _Stub:
-    """A stub for the recorder, storage, hosts and weight store."""
-
     def delivered(self, group: object) -> None: ...
     def cancelled(self, group: object) -> None: ...
     def withdrawn(self, version: int) -> None: ...

@@ -157,7 +157,6 @@ class Trial:
         return WindowConfig(size="auto", min=least, max=most, look_steps=random.choice((1, 2)), rest_steps=0)
 
     def _turns(self, most: int) -> dict[str, Any]:
-        """Turns of responses. In a half of the seeds the core knows them, and tools may take long."""
         turns = SimTurns(most=most, environment_mean_s=1.0, answer_tokens=5)
         random = Random(f"sessions {self.seed}")
         if SESSION not in kinds_of(self.kinds) or random.random() < 0.5:

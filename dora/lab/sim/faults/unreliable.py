@@ -122,7 +122,6 @@ class UnreliableWorld(UnsteadyWorld):
         return replace(joined, requests=claimed)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
-        """Whether a process has a part of this response's history, or a longer one of the same turn."""
         if not response.prompt.sessions or request is None:
             return tokens >= response.tokens
         lacks_last = request.turn + 1 == response.turn and request.is_kept and not response.forked

@@ -367,7 +367,6 @@ class UnsteadyWorld(ServedWorld):
             self._replace_trainer(epoch)
 
     def _replace_trainer(self, epoch: int) -> None:
-        """Another trainer attaches, unless the stalled one has gone on. The loser's commit is refused from then on."""
         trainer = self.trainer
         if trainer.stalled and trainer.epoch == epoch:
             step = trainer.step
