@@ -217,7 +217,6 @@ class ChatRenderer:
         return ("", after) if closing.strip() in self._end_texts else None
 
     def _after_end(self, closing: str, rest: str, end: str) -> str:
-        """Removes what the sampled answer has already: its end, and the form of its last tool call."""
         for text in (end, *self._end_texts):  # the policy may end with another token than the template
             _, found, more = closing.partition(text)
             if found:

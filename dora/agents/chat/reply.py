@@ -20,7 +20,6 @@ class ToolCall:
     arguments: str
 
     def value(self) -> Any:
-        """Returns the arguments as an object."""
         return json.loads(self.arguments)
 
     def message(self) -> dict[str, Any]:
@@ -110,7 +109,6 @@ class ReplyParser:
         return new
 
     def _split(self, text: str) -> tuple[str | None, str]:
-        """Returns the reasoning, or None, and the text after it."""
         if self._is_plain:
             return None, text
         if not self._is_thinking:
@@ -138,7 +136,6 @@ class ReplyParser:
 
 
 def _before(text: str, mark: str) -> str:
-    """Returns a text without an end that may begin ``mark``."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return text[:-length]

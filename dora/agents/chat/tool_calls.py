@@ -68,7 +68,6 @@ def _call_of(value: Any, *names: str) -> FoundCall | None:
 
 
 def _json(text: str) -> Any:
-    """Returns a JSON value that a client can send back, or None for any other text."""
     try:
         return _portable(json.loads(text))
     except (ValueError, RecursionError, InvalidValue):

@@ -228,7 +228,6 @@ class SessionTree:
 
     @staticmethod
     def _replaced(level: Sequence[_Node], rest: Sequence[Message], number: int) -> bool:
-        """Returns whether the client gives an answer of its own in the place of one of this session."""
         answers = any(child.place for node in level for children in node.children.values() for child in children)
         return answers and rest[number]["role"] == "assistant"
 

@@ -257,7 +257,6 @@ def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
 
 
 def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
-    """Returns the name under which a turn's last new message is recorded: the tool's, or the message's own."""
     called = {call.id: call.name for call in reply.tool_calls}
     said = message.get("name") or called.get(message.get("tool_call_id") or "")
     name = said if isinstance(said, str) and said.isprintable() else ""

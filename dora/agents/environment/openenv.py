@@ -125,7 +125,6 @@ class OpenEnvEpisode:
             await self._http.close()
 
     async def _begun(self, http: aiohttp.ClientSession, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens the WebSocket, and resets the environment. Waits for a server that has no room or is away."""
         loop = asyncio.get_running_loop()
         began_s, pause_s = loop.time(), PAUSE_S
         while True:

@@ -40,7 +40,6 @@ class Actions:
         return [{self.text_field: reply.text.strip()}] if self.text_field else []
 
     def _object(self, text: str) -> dict[str, Any] | None:
-        """Returns the JSON object that a text is, or that its only fenced block is, if it has fields of an action."""
         fenced = _FENCED.findall(text)
         try:
             found = read_json(fenced[0] if len(fenced) == 1 else text, "reply", REPLY_BYTES)

@@ -207,7 +207,6 @@ class UserProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _settle(self, code: int) -> None:
-        """Finds whose fault the end is, and tells each environment."""
         (number,) = MARK.unpack(os.pread(self._marks, MARK.size, 0))
         words = os.pread(self._marks, WORDS_BYTES, MARK.size).decode(errors="replace").strip("\0").splitlines()
         os.close(self._marks)
@@ -234,8 +233,6 @@ class UserProcess:
 
 
 class Processes:
-    """The processes of one driver."""
-
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
         self._numbers = 0
@@ -298,7 +295,6 @@ class Processes:
         return fault
 
     async def stop(self) -> None:
-        """Ends all processes."""
         over = [each.over for each in self._all]
         for each in list(self._all):
             each.end("")

@@ -125,7 +125,6 @@ def _task(marks: Marks, loop: asyncio.AbstractEventLoop, call: Any, **about: Any
 
 
 def _where(error: BaseException) -> str:
-    """Returns the innermost line of an error's stack, as the end of a sentence."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

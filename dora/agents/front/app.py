@@ -177,8 +177,6 @@ class _WithoutClientsFaults(logging.LoggerAdapter[logging.Logger]):
 
 
 class _Entering(asyncio.Protocol):
-    """A new connection. It becomes the server's if there is room."""
-
     def __init__(self, make: Callable[[], asyncio.Protocol], crowd: Crowd) -> None:
         self._make = make
         self._crowd = crowd

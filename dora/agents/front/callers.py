@@ -63,7 +63,6 @@ class Callers:
         self._mutual = mutual
 
     def is_fronts(self, key: str) -> bool:
-        """Returns whether it is the key of all clients."""
         return bool(self._key) and is_same(key, self._key.decode())
 
     def call_of(self, credentials: Credentials) -> Call:

@@ -303,7 +303,6 @@ class Gateway:
                     self._forget(session)
 
     async def _session(self, call: Call, requested: TurnRequest) -> AgentSession:
-        """Returns the session of a call. One that nobody opened is opened by its first call."""
         session_id = call.session_id
         self._check_open(session_id)
         await self._settled(session_id)

@@ -175,7 +175,6 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
 @contextmanager
 def _kept(request: web.Request) -> Iterator[None]:
-    """Notes how a request's reply ends, for its retries."""
     failed = True
     try:
         yield

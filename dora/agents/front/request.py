@@ -257,7 +257,6 @@ class _Reader:
         return True
 
     def request(self, **parts: Any) -> TurnRequest:
-        """Returns the request, with the fields that all protocols share."""
         sampling = {name: self._parameter(name) for name in sorted(_SAMPLING) if self.get(name) is not None}
         limits = [self._limit(name) for name in ("max_completion_tokens", "max_tokens")]
         choices = self.typed("n", int, 1)

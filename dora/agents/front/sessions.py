@@ -124,7 +124,6 @@ class AgentSession:
         return [self._begin(requested, ask, number, name) for number, ask in enumerate(asks)]
 
     async def _replayed(self, requested: TurnRequest, last: Sampled) -> RunningTurn:
-        """Returns a turn that another front began, and notes in the tree what its client is told."""
         work = partial(self._model.renderer.prompt, requested.messages, requested.tools, requested.options)
         prompt = requested.prompt or (await self._model.beside(work) if requested.messages else None)
         about = (requested.messages, requested.tools, requested.options)
@@ -223,7 +222,6 @@ class AgentSession:
         self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
-        """Returns the number of the service's turn that an ask follows, or None if its tokens are a prompt."""
         place = ask.origin
         if not ask.begins:
             place = BranchPlace(ask.branch, len(self.tree.branches[ask.branch].token_ids))

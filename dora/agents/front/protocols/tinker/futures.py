@@ -128,7 +128,6 @@ class Futures:
 
 
 async def _sample(future: Future, begin: Begin) -> None:
-    """Samples to the end. While the window is full or the service is away, it waits."""
     try:
         while not future.turns:
             try:

@@ -68,8 +68,6 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
 
 
 def _final(handler: Handler) -> Handler:
-    """Returns a handler whose conflicts are refusals that the client does not repeat."""
-
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
