@@ -22,8 +22,6 @@ _CANCEL_S: Final = 5.0  # wait for the end of an interrupted call
 
 
 class _Thread:
-    """Runs an event loop in a thread, until :meth:`end`."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._stop = asyncio.Event()
@@ -51,8 +49,6 @@ class _Thread:
 
 
 class _Shared:
-    """The thread shared by the process's open clients, and their number."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None  # once a client was opened

@@ -31,8 +31,6 @@ class Commit:
 
 
 class Publication:
-    """The publication of one version."""
-
     def __init__(
         self,
         session: TrainerSession,

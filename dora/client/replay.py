@@ -35,8 +35,6 @@ _LENGTH_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that may be replayed."""
-
     group_id: str
     version: int  # that sampled it
     trained_step: int  # the step that it was delivered to

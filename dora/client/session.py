@@ -273,7 +273,6 @@ class TrainerSession:
         return _thread.submit(function)
 
     def _scratch_parent(self) -> Path | None:
-        """Returns the parent folder of copies to upload: in memory if there is room, else None for the system's."""
         try:
             room = os.statvfs(_SHARED_MEMORY)
         except OSError:

@@ -95,7 +95,6 @@ class Taken:
         return {name: Path(f"/proc/self/fd/{opened}") for name, opened in self._open.items()}
 
     def remove(self, folder: Path) -> None:
-        """Removes the files from ``folder``."""
         for name in self._open:
             (folder / name).unlink(missing_ok=True)
 
@@ -184,7 +183,6 @@ def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
-    """Maps the spare file under its new name and size. Returns None if it is missing or too small."""
     if spare is None or len(spare.room) < file_bytes:
         return None
     try:
@@ -201,7 +199,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """Creates a file of this size with allocated space and mapped pages."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, file_bytes)
