@@ -249,7 +249,6 @@ class _Agent(Member):
         return runtime, runtime.run(welcome, orders, Files(stub))
 
     async def _leave(self) -> None:
-        """Asks the service to empty and release the host, once the agent was told to stop."""
         await self._stop.wait()
         self._said("leaving: the workers are being emptied")
         self._send(pb.HostMessage(leaving=pb.HostLeaving()))

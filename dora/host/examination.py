@@ -83,7 +83,6 @@ class Examiner:
         return links
 
     def _fetch(self, peers: Sequence[pb.RelayPeer], found: pb.HostExamination) -> None:
-        """Fetches chunks of the newest version that this host holds, from the first of the others that has it."""
         newest = max(self._store.versions(), default=0)
         if not newest:  # version 0 is the model itself, which no relay has
             return

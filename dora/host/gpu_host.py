@@ -68,8 +68,6 @@ def driver_number(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that computes on a GPU."""
-
     gpu: str  # UUID
     pid: int
     name: str

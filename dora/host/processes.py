@@ -34,8 +34,6 @@ STOP_GRACE_S = 10.0
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker or pool id and its present process."""
-
     worker_id: str
     is_pool: bool = False
     process: asyncio.subprocess.Process | Adopted | None = None
@@ -237,7 +235,6 @@ class Processes:
             await self._starts.wait()
 
     async def _told(self, worker: _Worker) -> asyncio.subprocess.Process | Adopted:
-        """Returns a process that has its arguments: the living one, a waiting one, or a new one."""
         if worker.adopted and worker.process is not None:
             worker.adopted = False
             return worker.process

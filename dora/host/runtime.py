@@ -278,7 +278,6 @@ class HostRuntime:
         return relay
 
     def _tell(self, outcome: Outcome) -> None:
-        """Reports the outcome of an order to fetch a version, or keeps it for the next service."""
         if self._is_alone:
             return
         if isinstance(outcome, FetchFailed):
