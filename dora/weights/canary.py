@@ -111,7 +111,6 @@ def _of_sequence(
 
 
 def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
-    """Returns the parameters that change when published, with their published values. Tied parameters are included."""
     import torch
 
     changed = {}

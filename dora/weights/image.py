@@ -96,7 +96,6 @@ def noted(folder: Path) -> Iterator[ImageNote | None]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Locks a note for reading. Returns False if its trainer is emptying it."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True
