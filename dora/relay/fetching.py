@@ -149,7 +149,6 @@ class VersionFetch:
         return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
-        """Returns the version, or adds a reason. Falls back to TCP once if another transport failed."""
         while True:
             by_tcp = upstream.host in self._only_tcp
             try:
@@ -167,7 +166,6 @@ class VersionFetch:
             self.culprits.add(upstream.host)
 
     def _take(self, upstream: Upstream) -> Holding:
-        """Receives all missing chunks from one upstream and seals the version."""
         measured = Measured()
         stream = self._connect(upstream)
         receivers: dict[str, Receiver] = {}
@@ -353,7 +351,6 @@ class _Arriving:
         return content.nbytes
 
     def _settled(self, most: int) -> TransferFailed | None:
-        """Waits until at most ``most`` checks are in progress. Returns a failure, wrong bytes first."""
         found: TransferFailed | None = None
         while len(self._checking) > most:
             try:

@@ -159,7 +159,6 @@ def _first(numbering: Numbering) -> Iterator[int]:
 
 
 def _checked(stream: Stream, frame: Frame, numbering: Numbering, secret: bytes) -> int:
-    """Reads a piece of chunks and drops it. Returns its bytes. Without ``secret``, chunks have no tags."""
     first, count, tags = frame.field("first", int), frame.field("count", int), frame.field("tags", bytes, b"")
     if not 0 <= first < first + count <= numbering.chunks or len(tags) != (count * TAG_BYTES if secret else 0):
         raise TransferFailed(f"it sent chunks {first} to {first + count} with {len(tags)} bytes of tags")

@@ -184,7 +184,6 @@ class Relay:
         self._tell(outcome)
 
     def _clean(self, fetch: VersionFetch) -> None:
-        """Keeps a failed version's chunks for the next order, unless it was dropped or the store refuses them."""
         name = fetch.order.name
         with self._lock:
             holding = self._holdings.get(name)

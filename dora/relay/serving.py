@@ -124,7 +124,6 @@ class Serving:
         return holding
 
     def _attached(self, stream: Stream, numbers: Sequence[str]) -> Sender | None:
-        """Returns the first common transport that works, or None for TCP, on the stream itself."""
         for name in numbers:
             if name == TCP:
                 return None
@@ -218,9 +217,6 @@ class _Way:
     is_far: bool  # another host
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields runs of chunks in the given order, each within one file and at most ``piece_bytes``, at least one
-        chunk.
-        """
         numbering = self.holding.numbering
         most_bytes = self.piece_bytes if self.sender is None else 0
         first, count, size, file = 0, 0, 0, ""
