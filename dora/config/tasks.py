@@ -154,7 +154,6 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        """Checks that prompts and their period belong together, and that nothing is set without them."""
         if self.prompts and not self.every:
             raise InvalidValue("evaluation.every", 0, "at least 1, because evaluation.prompts is set")
         for name in ("every", "split", "share", "keep_best") if not self.prompts else ():

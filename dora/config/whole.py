@@ -66,7 +66,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Checks that some prompt of the source can be admitted."""
         longest = self.workers.context_tokens
         if self.rollout.max_tokens >= longest:
             name = "max_model_len_tokens" if self.workers.max_model_len_tokens else "kv_tokens"

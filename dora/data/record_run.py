@@ -80,7 +80,6 @@ def set_aside(folder: Path, first: int, until: float) -> Path:
 
 
 def _divide(file: Path, moved: Path, moves: Callable[[dict[str, Any]], bool]) -> None:
-    """Leaves in ``file`` the lines that stay. Those that go are first written to ``moved``."""
     rest = file.with_name(f".{file.name}")
     with file.open("rb") as lines, rest.open("wb") as stay, moved.open("wb") as go:
         for number, line in enumerate(lines, start=1):

@@ -143,7 +143,6 @@ def _digits(value: float) -> str:
 
 
 def _text(field: FieldInfo, value: Any) -> str:
-    """Describes the texts that a field accepts. A wrong form is answered with the field's description."""
     if not isinstance(value, str):
         return "a text, in quotes"
     if any(getattr(each, "pattern", None) for each in field.metadata) and field.description:
@@ -152,7 +151,6 @@ def _text(field: FieldInfo, value: Any) -> str:
 
 
 def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:
-    """Returns the section at ``path``, or None if it is a field, or nothing. Elements of a list go by number."""
     section, field = model, None
     for part in path:
         if field is not None and part.isdecimal() and _is_list(field):
@@ -192,7 +190,6 @@ def limits_of(field: FieldInfo) -> Iterator[Any]:
 
 
 def _present(kind: Any) -> Any:
-    """Returns the type of a present value, without None; for a number, without the words that may replace it."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     kinds = [each for each in get_args(kind) if each is not NoneType and get_origin(each) is not Literal]
