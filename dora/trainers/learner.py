@@ -120,7 +120,6 @@ class StepSums:
     def metrics(
         self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float, movement: float = math.nan
     ) -> StepMetrics:
-        """Returns the metrics, given the loss, norm, signals and movement of all ranks."""
         signals = whole(by_staleness)
         return StepMetrics(
             loss=loss,
@@ -249,7 +248,6 @@ class Learner:
         return rows
 
     def _work_on(self, rows: list[Row]) -> bool:
-        """Does every rank's part of :meth:`work_once`: each has a micro-batch of its own, or an empty one."""
         self._rows.extend(rows)
         if not self._ranks.any(bool(self._rows)):
             return False

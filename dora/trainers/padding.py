@@ -102,7 +102,6 @@ def response_logprobs(
 def _sending(
     routers: RouterReplay | None, rows: Sequence[np.ndarray[Any, Any]] | None, tokens: int
 ) -> AbstractContextManager[None]:
-    """Prepares a pass over the first ``tokens`` of each padded row. Routers choose for the padding."""
     if routers is None or rows is None:
         return nullcontext()
     padded = np.full((len(rows), tokens, *rows[0].shape[1:]), OWN, np.int32)

@@ -159,8 +159,6 @@ class Ranks:
 
 
 class _News:
-    """Reports failures between ranks, through the store at which they met."""
-
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store, self._rank, self._count = store, rank, count
         self._reason = ""
@@ -170,7 +168,6 @@ class _News:
         self._listener.start()
 
     def heard(self, wait_s: float) -> str:
-        """Waits for another rank's reason. Returns an empty text if there is none."""
         self._come.wait(wait_s)
         return self._reason
 
@@ -183,7 +180,6 @@ class _News:
             self._store.wait([f"heard/{rank}" for rank in others], timedelta(seconds=_HEAR_S))
 
     def missing(self) -> list[int]:
-        """Returns ranks that show no sign of life while others have reported a broken connection."""
         found = []
         try:
             self._store.set(f"here/{self._rank}", "")

@@ -177,7 +177,6 @@ def whole(sums: ByStaleness) -> Signals:
 
 
 def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
-    """Returns the sums of all ranks, on each of them."""
     if ranks.count == 1:
         return sums
     parts = [sums.get(each, Sums()) for each in range(STALENESS_MAX + 1)]

@@ -129,7 +129,6 @@ def _begun_from(checkpoint: str, step: int) -> Path:
 
 
 def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
-    """Returns the newest checkpoint of the next step or earlier, or None if there are no checkpoints at all."""
     folder, step = Path(config.checkpoints), attachment.next_step
     steps = steps_in(folder)
     usable = [each for each in steps if each <= step]

@@ -127,8 +127,6 @@ class Rollouts:
 
 
 class _Commits(TrainerCallback):
-    """Calls of transformers' loop, passed to the rollouts."""
-
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 

@@ -155,7 +155,6 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 def _stage(spec: Any, config: Any, place: Place, final_norm: type | None) -> Any:
-    """Puts ``spec`` in each layer of this rank's stage, and this norm after the last, or Megatron's default if None."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     if final_norm is None:

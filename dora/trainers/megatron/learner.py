@@ -222,7 +222,6 @@ class MegatronLearner:
         return [folder / name for name in sorted(set(files.values()))]
 
     def _write(self, folder: Path, dtypes: dict[str, str]) -> dict[str, str]:
-        """Writes every rank's part of an export. Returns the file of each tensor of all ranks."""
         if not folder.is_dir():
             raise InvalidValue("--scratch", str(folder), "a folder visible to all ranks")
         expected = {name: TensorHeader(name, dtype, ()) for name, dtype in dtypes.items()}

@@ -113,7 +113,6 @@ class Part:
                     yield f"{number}.{group}.{index}", optimizer.optimizer.state[tensor], tensor
 
     def _run(self, module: Any, batches: Sequence[Any], of_batch: Any, **options: Any) -> list[Any]:
-        """Runs Megatron's schedule over ``batches``, each of rows or a pack."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         found: list[Any] = get_forward_backward_func()(
@@ -169,7 +168,6 @@ class Part:
 
 
 def _text(token_ids: tuple[int, ...], device: torch.device) -> Pack:
-    """Makes one text a pack of one prompt that predicts all tokens but the first."""
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
     places = torch.arange(len(token_ids), device=device)
     block = Block(slice(0, len(token_ids)), ())
