@@ -184,7 +184,6 @@ def packed_batches(
 
 
 def _size_bytes(group: TrajectoryGroup) -> int | None:
-    """Returns the size of a message with this packed group alone, or None for another group."""
     if not isinstance(group, PackedGroup):
         return None
     return group.message.ByteSize() + sum(map(len, group.contents)) + _ENVELOPE_BYTES

@@ -80,7 +80,6 @@ def _same(name: str, kind: ValueKind) -> PackedColumn:
 
 
 def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> PackedColumn:
-    """Makes a column with a value for each response, or no values if all are empty."""
     nothing = empty()
 
     def write(values: Sequence[Any]) -> dict[str, Any]:

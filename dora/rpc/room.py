@@ -176,7 +176,6 @@ class Room:
                 os.close(copy)
 
     def _peer(self, descriptor: int) -> Peer | None:
-        """Returns the other end of a connection to our port, or None for any other socket."""
         try:
             with socket.socket(fileno=os.dup(descriptor)) as held:
                 if held.family not in (socket.AF_INET, socket.AF_INET6) or held.getsockname()[1] != self._port:

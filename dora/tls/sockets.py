@@ -130,7 +130,6 @@ class SecureSocket:
             waiting = waiting[self._socket.send(waiting) :]
 
     def _receive(self) -> int:
-        """Receives some bytes for OpenSSL. Returns 0 if the other end has closed."""
         came = self._socket.recv_into(self._received)
         with self._lock:
             if came:
@@ -141,7 +140,6 @@ class SecureSocket:
 
 
 def _records(parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yields the content of records: pieces of large parts, and small parts together."""
     joined = bytearray()
     for part in parts:
         content = part.cast("B") if part.format != "B" or part.ndim != 1 else part
