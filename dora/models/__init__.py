@@ -148,7 +148,6 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json, or its text part for a multimodal model."""
     config = json_object(folder / "config.json", "--model")
     return {**config, **text_part(config)}
 

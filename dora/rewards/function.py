@@ -38,7 +38,6 @@ def load_function(spec: str, kind: Kind, describe: Describe = described) -> User
 
 
 def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFunction:
-    """Returns ``function``, callable with values for ``parameters`` in order, even if it takes them by name only."""
     if inspect.isclass(function):
         raise ValueError("names a class, whose call makes an instance of it; name a function, or an instance")
     if _yields(function):

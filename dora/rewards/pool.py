@@ -125,7 +125,6 @@ class FunctionPool:
             self._jobs.get_nowait().reply.cancel()
 
     async def _serve(self, process: "_Process | None") -> None:
-        """Serves one worker task: takes calls, and replaces a failed process before the next call."""
         jobs: deque[_Job] = deque()  # not answered yet
         together = 1
         try:
@@ -172,8 +171,6 @@ class _Failure(Exception):
 
 
 class _Process:
-    """One user process, ready for calls, through its supervisor (supervisor.py)."""
-
     def __init__(self, supervisor: asyncio.subprocess.Process) -> None:
         assert supervisor.stdin is not None and supervisor.stdout is not None
         self._supervisor = supervisor

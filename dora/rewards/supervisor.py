@@ -217,7 +217,6 @@ def main(arguments: list[str]) -> None:
 
 
 def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int, limits: UserLimits) -> None:
-    """Closes the supervisor's descriptors, resets session, signals and output, and limits the forked process."""
     for number in _OURS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
