@@ -215,7 +215,6 @@ class Tier:
         return bool(self._closing or self._searches or self._keepings or self._ended)
 
     def _lost(self, reason: str) -> None:
-        """Marks the tier as down: fails searches, drops chunks to be stored, and pauses before the next try."""
         with self._wake:
             if self.up.is_set() and not self._closing:
                 self._tell(up=False, losses=self._load.losses + 1)

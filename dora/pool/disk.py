@@ -71,7 +71,6 @@ class Disk:
             opened.set_result(bodies)
 
     def _read_back(self, parked: Parked) -> tuple[Bodies, str]:
-        """Returns the bodies and a description of their damage, which is empty if they are sound."""
         file = parked.file
         if file is None:
             raise NotMovable(f"{parked.request_id} was forgotten meanwhile")
