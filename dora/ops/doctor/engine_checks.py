@@ -108,9 +108,9 @@ def check_moves(
     samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES),
     before: Callable[[], None] = nothing,
 ) -> int:
-    """Moves requests out and in. Returns how often; raises Failed if one continues otherwise.
+    """Moves requests out and in. Returns how often. Raises Failed if one continues otherwise.
 
-    ``before``: called before each is taken in.
+    ``before`` is called before each is taken in.
     """
     block = started.capability.block_tokens
     moved = 0

@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class ShadedText:
-    """Text of one shade. ``kind``: prompt, given or sampled."""
+    """Text of one shade. ``kind`` is prompt, given or sampled."""
 
     kind: str
     shade: int

@@ -12,7 +12,7 @@ FOREVER: Final = float("inf")
 class Stretch(NamedTuple):
     """A part of a trajectory's time. Times are of the wall clock.
 
-    ``kind``: sampled; tools: the environment worked; queue: it waited for a worker, or for its first token.
+    ``kind`` is sampled; tools if the environment worked; queue if it waited for a worker, or for its first token.
     """
 
     kind: str
@@ -23,7 +23,7 @@ class Stretch(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A move. ``left_at``: its last token on the earlier worker; ``at``: its first on the next one."""
+    """A move. ``left_at`` is the time of its last token on the earlier worker, ``at`` of its first on the next."""
 
     source: int
     target: int

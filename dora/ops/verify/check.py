@@ -154,7 +154,7 @@ def read_trajectories(file: Path, progress: Progress = lambda share, how_far: No
 
 
 def drawn(by_version: Mapping[int, Sequence[Trajectory]], count: int, seed: int) -> dict[int, list[Trajectory]]:
-    """``count`` trajectories, drawn by ``seed``: of each version as many as of the others, or one more, or all."""
+    """Draws ``count`` trajectories by ``seed``: of each version as many as of the others, or one more, or all."""
     draw = random.Random(seed)
     orders = {version: draw.sample(members, len(members)) for version, members in sorted(by_version.items())}
     ranked = [(place, draw.random(), version) for version, order in orders.items() for place in range(len(order))]

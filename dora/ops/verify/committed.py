@@ -31,9 +31,9 @@ Members = Mapping[str, list[Trajectory]]  # by group id
 def missing(
     folder: Path, trajectories: Sequence[Trajectory], window_versions: int | None = None
 ) -> tuple[int, Iterator[str]]:
-    """The number of committed steps in the record of ``folder``, and what is missing of them.
+    """Returns the number of committed steps in the record of ``folder``, and sentences on what they lack.
 
-    ``window_versions``: also limits the staleness of replayed groups, besides the windows in the record. Raises
+    ``window_versions`` also limits the staleness of replayed groups, besides the windows in the record. Raises
     InvalidValue for an invalid line.
     """
     if not (folder / STEPS_FILE).is_file():

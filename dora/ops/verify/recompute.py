@@ -21,9 +21,9 @@ _ONE_THREAD_MAX: Final = 4 << 30  # multiplications; with fewer, threads wait fo
 
 
 def load_model(folder: Path, quantisation: str = "") -> Any:
-    """The causal language model of a version's folder, in fp32 regardless of its files, ready for inference.
+    """Returns the causal language model of a version's folder, in fp32 regardless of its files, for inference.
 
-    ``quantisation``: as applied by the engines. Raises InvalidValue for a model in which nothing can be quantised.
+    ``quantisation`` is the engines'. Raises InvalidValue for a model in which nothing can be quantised.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -83,7 +83,7 @@ def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
 
 
 def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
-    """A running evaluation in one line. ``oldest``: the oldest version of the window."""
+    """Describes a running evaluation in one line. ``oldest`` is the oldest version of the window."""
     share = f"a share of {status.share:g}" if status.share else "idle slots"
     name = f"{status.evaluation_id} {status.name}".strip()
     done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"

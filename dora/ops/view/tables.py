@@ -41,7 +41,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The style of a table. ``gap``: characters between columns; ``edge``: characters of both edges together."""
+    """The style of a table. ``gap`` counts characters between columns, ``edge`` those of both edges together."""
 
     box: Box | None
     padding: tuple[int, int, int, int]
@@ -62,8 +62,8 @@ PLAIN: Final = Look(None, (0, 2, 0, 0), gap=2, edge=0)
 class Sheet(Generic[Row]):
     """Rows under headings, adapted to the available width.
 
-    ``looks``: the first one with room for all columns is used, otherwise the last. ``headings`` override the columns'
-    own. ``notes``: sentences below the table; with ``tell``, another one lists the columns that were left out.
+    It uses the first of ``looks`` with room for all columns, otherwise the last. ``headings`` override the columns'
+    own. ``notes`` are sentences below the table; with ``tell``, another one lists the columns that were left out.
     """
 
     columns: Sequence[Column[Row]]
