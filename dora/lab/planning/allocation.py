@@ -65,8 +65,8 @@ class TrainingTime:
     """Seconds per step by number of accelerators, from measured ``points`` (accelerators, seconds).
 
     One point scales linearly. Between several, the time is linear in 1 / accelerators, and extrapolated beyond the
-    outermost two, unless they scale better than linearly. ``multiple``: the accelerators of a trainer are a multiple of
-    it. ``even``: the points are of a trainer that divides evenly on any number, such as points scaled from another
+    outermost two, unless they scale better than linearly. The accelerators of a trainer are a multiple of ``multiple``.
+    If ``even``, the points are of a trainer that divides evenly on any number, such as points scaled from another
     model. Raises InvalidValue for points that are not numbers, or if more accelerators take longer.
     """
 

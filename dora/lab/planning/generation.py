@@ -40,8 +40,8 @@ class EngineOption:
 class Generation:
     """A batch on ``engines`` engines: the time of its tokens, and the share of a step that its longest response needs.
 
-    ``ready_s``: in a window of 1, when each of the step's micro-batches has ended; empty in wider ones, where training
-    and generation never wait for each other within a step.
+    ``ready_s`` has, in a window of 1, the time when each micro-batch of the step has ended. It is empty in wider ones:
+    there, training and generation never wait for each other within a step.
     """
 
     option: EngineOption
@@ -138,10 +138,10 @@ def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], floa
 def engine_options(
     model: ModelSpec, hardware: Hardware, workload: StepWorkload, slots: int = 256, sizes: Sequence[int] = ()
 ) -> tuple[EngineOption, ...]:
-    """The engines that have room for the model and the KV of one longest response.
+    """Returns the engines that have room for the model and the KV of one longest response.
 
-    ``sizes`` empty: those within a node, or the smallest of several nodes, whose slower links the roofline does not
-    model. Raises InvalidValue if the model fits none of them.
+    Without ``sizes``, it tries those within a node, or the smallest of several nodes, whose slower links the roofline
+    does not model. Raises InvalidValue if the model fits none of them.
     """
     needed = math.ceil(workload.prompt_tokens) + workload.cap_tokens
     for tried in [sizes] if sizes else [NODE_SIZES, *((size,) for size in MULTI_NODE_SIZES)]:

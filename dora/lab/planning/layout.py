@@ -58,7 +58,7 @@ class ReplicaLayout:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """One stage of a pipeline. ``embeddings``: of input and output, those it has; ``logits``: it is the last."""
+    """One stage of a pipeline. ``embeddings`` counts its own, of input and output. ``logits`` marks the last."""
 
     layers: float
     embeddings: int

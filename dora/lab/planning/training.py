@@ -90,7 +90,7 @@ class Trainers:
 
 
 class _Tier:
-    """The options with equally many ranks per sequence; ``compared``: those that others are compared with."""
+    """The options with equally many ranks per sequence. Others are compared with ``compared``."""
 
     def __init__(self, model: ModelSpec, options: Sequence[Option]) -> None:
         self.options = options

@@ -90,9 +90,9 @@ def standstill(world: World, waited_s: float) -> str:
 
 
 def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str, float]]:
-    """The parts of a step's duration without overlap, by the field that determines each.
+    """Yields the parts of a step's duration without overlap, by the field that determines each.
 
-    ``longest``: assumes that every response has the maximum length.
+    ``longest`` assumes that every response has the maximum length.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     yield "balance.period_s", scenario.balance.period_s

@@ -173,7 +173,9 @@ def check_requests(state: State) -> None:
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
-    """Checks all requests of one worker, including C1. ``inbound``: rows of its incoming handoffs, if known already."""
+    """Checks all requests of one worker, including C1. ``inbound`` has the rows of its incoming handoffs, if known
+    already.
+    """
     name, requests = worker.worker_id, state.requests
     rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
     if inbound is None:

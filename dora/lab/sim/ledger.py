@@ -33,9 +33,9 @@ class Stalled(Violation):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of a run, with its simulated time. ``kind``: violation, lost, duplicated, stalled or raised.
+    """The failure of a run, with its simulated time. ``kind`` is violation, lost, duplicated, stalled or raised.
 
-    ``raised``: an exception that is neither a check's nor the core's refusal, so a bug of a strategy or of the core.
+    ``raised`` is an exception that is neither a check's nor the core's refusal, so a bug of a strategy or of the core.
     """
 
     kind: str
@@ -121,8 +121,8 @@ class SimEvaluation:
 
 @dataclass(slots=True)
 class SimLedger:
-    """The ledger of one run. ``window``: the present size, within ``bounds``; None: constant. It limits the staleness
-    of admitted groups to ``window - 1``. ``spare``: groups that a step may drop.
+    """The ledger of one run. ``window`` is the present size, within ``bounds`` unless these are None. It limits the
+    staleness of admitted groups to ``window - 1``. A step may drop ``spare`` groups.
     """
 
     window: int

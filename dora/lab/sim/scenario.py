@@ -97,7 +97,7 @@ class Cluster(Section):
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one engine; 0: not checked."""
+        """The memory of one engine, 0 if not checked."""
         return self.gpu_memory_bytes * self.gpus_per_engine
 
     @model_validator(mode="after")
@@ -246,7 +246,7 @@ class Workload(Section):
 
 
 class Scenario(Section):
-    """One simulated run. ``balance.cost``: the cost that the core assumes; if omitted, the cluster's."""
+    """One simulated run. ``balance.cost`` is the cost that the core assumes, by default the cluster's."""
 
     name: str = Field("custom", description="shown in reports")
     window: WindowConfig = WindowConfig(size=3)

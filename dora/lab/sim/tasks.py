@@ -18,7 +18,7 @@ MIXED_SCORES = 8193  # points at which the lengths of tasks are mixed
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """The properties of one task's prompts, and their share. ``tokens``: of responses, neither rounded nor cut."""
+    """The properties of one task's prompts, and their share. ``tokens`` are of responses, neither rounded nor cut."""
 
     name: str
     share: float

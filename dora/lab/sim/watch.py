@@ -46,7 +46,7 @@ REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, 
 class WatchedGroup:
     """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict.
 
-    ``late``: rows of members that have not started; ``rewards``: distinct valid ones.
+    ``late`` has the rows of members that have not started, ``rewards`` the distinct valid ones.
     """
 
     deadline: int
@@ -75,7 +75,7 @@ class Watch:
     """The watch of one run. ``saw`` receives each event with its commands, and raises Violation."""
 
     def __init__(self, machine: Callable[[], Machine]) -> None:
-        """``machine``: the present one. A machine that replaces it must have the same state."""
+        """``machine`` returns the present one. A machine that replaces it must have the same state."""
         self._machine = machine
         self._places: dict[int, int] = {}  # row of an unfinished request -> index, or one of the places above
         self._at: dict[int, int] = {}  # index -> number of its requests

@@ -111,7 +111,7 @@ class SimWorker:
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: next error kinds
 
     def obey(self, world: WorkerWorld, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
-        """Begins the command. Returns its outcome or its end. ``request``: of a StartRequest or ExtendRequest."""
+        """Begins the command. Returns its outcome or its end. ``request`` is a StartRequest's or ExtendRequest's."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
         match command:

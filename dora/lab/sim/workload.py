@@ -39,8 +39,9 @@ ELSEWHERE = 0.3  # share of the forks that follow another branch than the presen
 class SimPrompt:
     """One draw of one prompt. ``prompt_id`` identifies the draw and ``key`` the prompt, which returns every epoch.
 
-    ``lengths``: response tokens of each sibling, 1 .. max_tokens. ``turns``: empty for single-turn workloads; otherwise
-    the turns of each sibling's response. Their tokens sum to its length, and no environment call follows the last turn.
+    ``lengths`` has response tokens of each sibling, 1 .. max_tokens. ``turns`` is empty for single-turn workloads;
+    otherwise it has the turns of each sibling's response. Their tokens sum to its length, and no environment call
+    follows the last turn.
     """
 
     prompt_id: str
@@ -255,16 +256,14 @@ class SimVerifier:
         self._settled, self._seed = settled_fraction, seed
 
     def reward(self, prompt_id: str, response: int) -> float:
-        """``response``: a number that depends on the response."""
+        """Returns the reward. ``response`` is a number that depends on the response."""
         random = Random(f"verdict {self._seed} {prompt_id}")
         is_settled, is_right = random.random() < self._settled, random.random() < 0.5
         return float(is_right if is_settled else response % 2)
 
 
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
-    """The moments of one response before any drift. ``shapes``: of its tasks, if known (so that files are read
-    once).
-    """
+    """Returns the moments of one response before any drift. With the ``shapes`` of its tasks, files are read once."""
     shapes = shapes or shapes_of(workload)
     each = [_moments_of(shape, workload.lengths) for shape in shapes]
     mean = sum(shape.share * of_task.mean_tokens for shape, of_task in zip(shapes, each, strict=True))

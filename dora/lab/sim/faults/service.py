@@ -69,7 +69,7 @@ _STRIDE: Final = 7919  # difference of consecutive token ids of a request
 
 
 def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) -> tuple[Column, Column]:
-    """Token ids and logprobs of token spans. ``names``: the request and version of each."""
+    """Returns token ids and logprobs of token spans. ``names`` has the request and version of each."""
     origins = np.array([crc32(f"{request_id}/{version}".encode()) for request_id, version in names], np.int64)
     positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
     token_ids = ((np.repeat(origins, counts) + positions * _STRIDE) % TOKEN_IDS).astype(np.int32)

@@ -32,8 +32,8 @@ QUIET_S: Final = 20.0  # after the drain, for events in transit: longer than any
 
 @dataclass(frozen=True)
 class Trial:
-    """The parameters of one trial. ``chosen``: indexes of the drawn faults that occur (None: all). ``workers`` 0: as
-    drawn. ``window``: drawn, constant, or auto.
+    """The parameters of one trial. ``chosen`` has the indexes of the drawn faults that occur (None for all).
+    ``workers`` 0 is as drawn. ``window`` is drawn, constant, or auto.
     """
 
     seed: int
@@ -92,7 +92,7 @@ class Trial:
         return self.drawn if self.chosen is None else tuple(self.drawn[index] for index in self.chosen)
 
     def run(self) -> Failure | None:
-        """Runs the trial. None: every promise was kept after every event."""
+        """Runs the trial. Returns None if every promise was kept after every event."""
         scenario = self.cluster()
         world, service_log = None, logging.getLogger("dora.service")
         was_disabled, service_log.disabled = (

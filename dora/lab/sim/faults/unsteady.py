@@ -207,7 +207,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(event)
 
     def ask(self, event: on.Event, *, refused: bool = False) -> bool:
-        """Posts an event that the core may refuse (``refused``: must refuse) without a change. Returns whether it was
+        """Posts an event that the core may refuse (must refuse if ``refused``) without a change. Returns whether it was
         accepted.
         """
         before = fingerprint(self.machine.state)

@@ -46,7 +46,7 @@ class Bundle:
 
 
 def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float) -> None:
-    """Draws one row for each worker of ``rows``. ``scale``: seconds per unit of the time axis, here and below."""
+    """Draws one row for each worker of ``rows``. ``scale`` is in seconds per unit of the time axis, here and below."""
     row_of = {worker: row for row, worker in enumerate(rows)}
     end_s = end_s_of(timeline)
     kv = _kv_by_worker(timeline, row_of)
