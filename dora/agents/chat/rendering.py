@@ -50,7 +50,7 @@ class TooLong(InvalidValue):
 
 
 class Unproven(DoraError):
-    """New messages cannot be appended to what was sampled. ``reason``: ``template`` or ``boundary``."""
+    """New messages cannot be appended to what was sampled. ``reason`` is ``template`` or ``boundary``."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -68,7 +68,7 @@ class Rendered:
 
 
 class ChatRenderer:
-    """The chat template of one model. ``end_token_ids``: the tokens that end a response of the model.
+    """The chat template of one model. ``end_token_ids`` end a response of the model.
 
     Texts longer than ``context_tokens`` raise TooLong, after no more work than those that fit. 0 means not known.
     """
@@ -150,7 +150,7 @@ class ChatRenderer:
     ) -> Rendered:
         """Returns what the template writes after the last answer of ``history``, up to the answer to ``new``.
 
-        ``sampled``: the tokens of that answer, with the token that ended it. Raises Unproven.
+        ``sampled`` has the tokens of that answer, with the token that ended it. Raises Unproven.
         """
         self._check([*history, *new], new, tools, options)
         text = self._suffix_text(history, new, tools, options, self._end_text(sampled))
