@@ -129,7 +129,7 @@ def placement_of(
     may_use: Allowed | None = None,
 ) -> Placement:
     """Returns the placement that ``device`` asks for: ``cpu``; ``cuda``, all GPUs that this process may use; ``cuda:``
-    with numbers among these, or UUIDs; empty: GPUs if there are any.
+    with numbers among these, or UUIDs; if empty, GPUs if there are any.
 
     No worker gets the ``for_trainer`` GPUs at the end of the list. ``may_use`` is by default what this process may use.
     Raises InvalidValue for other texts, for GPUs that are not there, and for a trainer's GPUs that leave none for

@@ -62,7 +62,7 @@ class Processes:
 
     A worker that dies more often than ``workers.restarts`` times in ten minutes is not restarted; the others continue.
     ``failed`` is set once none is left. Workers continue without their pools. ``unwritable`` is called if a log file
-    cannot be created. ``bound``: processes end when this process ends for any reason.
+    cannot be created. If ``bound``, processes end when this process ends for any reason.
     """
 
     def __init__(

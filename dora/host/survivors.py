@@ -127,7 +127,7 @@ class Survivors:
             log.log(logging.WARNING if is_full(error) else logging.ERROR, "%s: %s", self._file, error.strerror)
 
     def _read(self) -> dict[str, _Known]:
-        """The recorded processes. A damaged file, or entry, names none: new processes are started."""
+        """Returns the recorded processes. A damaged file, or entry, names none, so new ones are started."""
         try:
             tree = json.loads(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
