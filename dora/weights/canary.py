@@ -50,13 +50,13 @@ def compute_canary(
     dtypes: Mapping[str, str] | None = None,
     parameters: "Mapping[str, torch.Tensor] | None" = None,
 ) -> Canary:
-    """The canary of a causal language model with a transformers ``config``.
+    """Computes the canary of a causal language model with a transformers ``config``.
 
-    ``dtypes``: the safetensors dtype of each parameter that loses precision when published; the canary is computed from
-    the weights as published. ``parameters`` replace the module's own. For a mixture of experts, the canary uses the
-    first of several sequences without router ties, or the one with the fewest: at a tie a worker may correctly choose
-    another expert. Train/eval state, gradients and random state are left untouched. Raises InvalidValue if the module
-    has no ``config.vocab_size``.
+    ``dtypes`` has the safetensors dtype of each parameter that loses precision when published; the canary is computed
+    from the weights as published. ``parameters`` replace the module's own. For a mixture of experts, the canary uses
+    the first of several sequences without router ties, or the one with the fewest: at a tie a worker may correctly
+    choose another expert. Train/eval state, gradients and random state are left untouched. Raises InvalidValue if the
+    module has no ``config.vocab_size``.
     """
     import torch
 
