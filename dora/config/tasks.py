@@ -14,7 +14,7 @@ from dora.errors import InvalidValue
 
 
 class ColumnsConfig(Section):
-    """The columns of a file with the fields of a prompt; empty: the field's own name."""
+    """The columns of a file with the fields of a prompt. An empty one has the field's own name."""
 
     prompt: str = Field("", description="a text (own names: `prompt`, `text`)")
     messages: str = Field("", description="a chat: a list of {role, content}")

@@ -182,9 +182,9 @@ class _Process:
 
     @classmethod
     async def started(cls, arguments: list[str], environment: Sequence[str], log_bytes: int) -> Self:
-        """Starts a process and waits until it has loaded its function; raises _Failure with the reason if it has not.
+        """Starts a process and waits until it has loaded its function. Raises _Failure with the reason if it has not.
 
-        ``arguments``: the kind, the function's name, its limits, and the folder of a tokenizer, if any.
+        ``arguments`` are the kind, the function's name, its limits, and the folder of a tokenizer, if any.
         """
         kind, spec, *rest = arguments
         command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *rest]

@@ -107,7 +107,7 @@ class SessionLink:
         self._thread.start()
 
     def take(self, timeout_s: float) -> pb.WorkerCommand | None:
-        """Returns the next command, or None if none came in time (0: at once). Raises once the stream is broken."""
+        """Returns the next command, or None if none came in time (at once if 0). Raises once the stream is broken."""
         try:
             taken = self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None)
         except queue.Empty:

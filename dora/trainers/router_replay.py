@@ -27,10 +27,10 @@ _PROBED_TOKENS: Final = 8
 def replay(
     logits: torch.Tensor, routed: torch.Tensor, own: torch.Tensor, *, renormalise: bool = False, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, indices), both (tokens, top_k): the experts of each token, and their weights in float32.
+    """Returns (weights, indices), both (tokens, top_k): the experts of each token, and their weights in float32.
 
-    ``logits``: (tokens, experts), the trainer's own; the weights carry their gradient. ``routed``: (tokens, top_k), the
-    recorded experts; a row of ``OWN`` keeps the trainer's own choice ``own`` (tokens, top_k). A weight is ``scale``
+    ``logits`` (tokens, experts) are the trainer's own; the weights carry their gradient. ``routed`` (tokens, top_k) has
+    the recorded experts; a row of ``OWN`` keeps the trainer's own choice ``own`` (tokens, top_k). A weight is ``scale``
     times the softmax over all experts, divided by the sum over the chosen ones if ``renormalise``.
     """
     indices = choice(routed, own)
