@@ -211,7 +211,7 @@ class Trajectory:
         return self.decoded(self.response_token_ids)
 
     def decoded(self, token_ids: Int32Array, special_tokens: bool = False) -> str:
-        """``token_ids`` as text, special tokens shown or left out. Raises as :attr:`text`."""
+        """Returns ``token_ids`` as text, with special tokens or without. Raises as :attr:`text`."""
         if self.decoder is None:
             allowed = "one that a trainer received; any other is decoded by a tokenizer of your own"
             raise Conflict("trajectory", self.trajectory_id, allowed, why="has no tokenizer")

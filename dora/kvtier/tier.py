@@ -70,7 +70,7 @@ class _Keeping:
 
 
 class Tier:
-    """``memory_bytes`` limits the chunks in transit to the tier, and separately the found chunks not used yet."""
+    """A worker's tier. ``memory_bytes`` limits chunks in transit to it, and separately found chunks not used yet."""
 
     def __init__(self, endpoint: str, shape: ChunkShape, memory_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
         self._shape = shape

@@ -42,7 +42,7 @@ def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
 
 
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    """Sources: transformers, models/qwen3_moe, deepseek_v2, glm4_moe and llama4, ``modeling_*``."""
+    """The rules come from transformers, models/qwen3_moe, deepseek_v2, glm4_moe and llama4, ``modeling_*``."""
     named = config.get("moe_layers")  # Llama 4
     if isinstance(named, list):
         return layer in named

@@ -59,7 +59,7 @@ V = TypeVar("V", bound=Responder)
 
 
 class CommandLoop(Generic[V]):
-    """``run`` returns at Shutdown or when told to stop. Kinds of commands are added to ``handlers``."""
+    """Runs commands. ``run`` returns at Shutdown or when told to stop. Its owner adds kinds to ``handlers``."""
 
     def __init__(self, orders: Orders, endpoint: Endpoint, responder: V) -> None:
         self._orders = orders

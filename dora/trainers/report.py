@@ -40,7 +40,7 @@ def step_line(report: StepReport) -> str:
 
 
 def alarm_lines(report: StepReport) -> list[str]:
-    """Warnings about a step for operators, in sentences; usually none."""
+    """Returns warnings about a step for operators, in sentences; usually none."""
     numbers = report.metrics.numbers()
     return [
         f"step {report.step}: {name.removeprefix(ALARM)} {numbers[name.removeprefix(ALARM)]:.3g} is above {bound:g}"

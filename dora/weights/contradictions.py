@@ -28,7 +28,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def check_folder(folder: Path) -> tuple[str, ...]:
-    """Warnings about a model folder, one sentence each. Raises InvalidValue, naming both sides of a contradiction."""
+    """Returns warnings about a model folder in sentences. Raises InvalidValue, naming both sides of a contradiction."""
     config = json_object(folder / "config.json", "--model")
     _check_rope(folder, config)
     placed = placed_tensors(folder / file for file in weight_files(folder))

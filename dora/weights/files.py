@@ -79,7 +79,7 @@ def check_file_name(name: str) -> str:
 
 
 def hash_file(file: Path) -> WeightFile:
-    """Size and BLAKE3 of a file. Raises InvalidValue if it cannot be read."""
+    """Returns size and BLAKE3 of a file. Raises InvalidValue if it cannot be read."""
     digest, chunk = blake3(), bytearray(FiniteCheck.CHUNK_BYTES)
     file_bytes = 0
     try:
@@ -117,7 +117,7 @@ def _has_elements(tensor: Any) -> bool:
 
 
 def published_header(found: TensorHeader, expected: TensorHeader | None) -> TensorHeader:
-    """``found`` in its published dtype: floating point is converted to the dtype that the service expects."""
+    """Returns ``found`` in its published dtype: floating point is converted to the dtype that the service expects."""
     if expected is None or found.dtype not in _FLOATING or expected.dtype not in _FLOATING:
         return found
     return TensorHeader(found.name, expected.dtype, found.shape)

@@ -43,7 +43,7 @@ class ManifestFile:
         return len(self.sums)
 
     def chunk(self, index: int) -> tuple[int, int]:
-        """Offset and length of a chunk in bytes. Raises InvalidValue if there is no such chunk."""
+        """Returns offset and length of a chunk in bytes. Raises InvalidValue if there is no such chunk."""
         if not 0 <= index < len(self.sums):
             raise InvalidValue(f"{self.name}: chunk", index, f"0 to {len(self.sums) - 1}")
         offset = index * CHUNK_BYTES

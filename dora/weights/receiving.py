@@ -38,7 +38,7 @@ class Receiving:
             self._maps[file.name] = _room(folder / file.name, file.file_bytes)
 
     def place(self, file: str, index: int) -> memoryview:
-        """Memory for the bytes of a chunk; call :meth:`placed` after writing them. Raises InvalidValue, Conflict.
+        """Returns memory for a chunk's bytes; call :meth:`placed` after writing them. Raises InvalidValue, Conflict.
 
         A chunk that has arrived already, and so may be in use, is returned as a copy: writing to it has no effect.
         """

@@ -86,7 +86,7 @@ _PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", 
 
 
 def _hermes(text: str, tools: Tools) -> FoundCalls:
-    """``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
+    """Reads ``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
     calls: list[FoundCall] = []
 
     def kept(match: re.Match[str]) -> str:
@@ -166,7 +166,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _llama(text: str, _: Tools) -> FoundCalls:
-    """A whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
+    """Reads a whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls = tuple(_call_of(value, "parameters", "arguments") for value in _objects(body))
     if not calls or None in calls:
@@ -194,7 +194,7 @@ _NAMED: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOT
 
 
 def _mistral(text: str, _: Tools) -> FoundCalls:
-    """``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
+    """Reads ``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
     content, *bodies = text.split("[TOOL_CALLS]")
     calls: list[FoundCall | None] = []
     for body in bodies:

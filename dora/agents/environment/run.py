@@ -31,7 +31,7 @@ TICK_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentOptions:
-    """``settings.spec`` names the class. If ``model`` is None, it is the service's folder."""
+    """Options of a driver. ``settings.spec`` names the class. If ``model`` is None, it is the service's folder."""
 
     service: str
     token: str = field(repr=False)

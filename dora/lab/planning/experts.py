@@ -49,7 +49,7 @@ class DecodeSteps:
 
 
 def fit_mixture(steps: DecodeSteps, experts: Experts, dense: CostModel) -> CostModel:
-    """``dense``, with an ``expert_fraction``, an ``imbalance`` or both if the steps support them.
+    """Adds to ``dense`` an ``expert_fraction``, an ``imbalance`` or both, if the steps support them.
 
     Each of the two must at least halve the squared error that remains without it, and the sampled numbers of requests
     must outnumber the terms that depend on them. Both are limited: a token reads at least one expert, and no rank is

@@ -40,7 +40,7 @@ def check_state(state: State) -> None:
 
 
 def check_window(state: State) -> None:
-    """C3: the window is feasible, and its counts agree with the groups."""
+    """Checks C3: the window is feasible, and its counts agree with the groups."""
     check_feasible(state)
     window = state.window
     status, version, deadline = _columns(state.groups, state.group_id, "status", "version", "deadline")
@@ -55,7 +55,7 @@ def check_window(state: State) -> None:
 
 
 def check_feasible(state: State) -> None:
-    """C3 by the window's own counts; checks the kept weights too."""
+    """Checks C3 by the window's own counts, and the kept weights."""
     window = state.window
     if window.least_slack(window.step, max((window.step + window.size - 1, *window.open_by_deadline))) < 0:
         raise Violation(f"infeasible: {window.summary()} (C3)")
@@ -74,7 +74,7 @@ def check_feasible(state: State) -> None:
 
 
 def check_rejection(state: State) -> None:
-    """C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
+    """Checks C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
     window, suspects, gone = state.window, state.suspects, state.unavailable.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
     named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
@@ -107,7 +107,7 @@ def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
 
 
 def check_hosting(state: State) -> None:
-    """C1: the hosting index, which all decisions use, agrees with the workers."""
+    """Checks C1: the hosting index, which all decisions use, agrees with the workers."""
     hosting, workers = state.hosting, [worker for worker in state.worker_list if worker is not None]
     for version in {v for worker in workers for v in (worker.loaded, worker.target, worker.loading)} - {-1}:
         listed = [
@@ -382,7 +382,7 @@ def is_idle(worker: Worker) -> bool:
 
 
 def check_empty(state: State) -> None:
-    """After a drain: no admitted group remains, no worker holds a reservation, and all commands are answered."""
+    """Checks, after a drain, that no group remains, no worker holds a reservation, and all commands are answered."""
     left = [*state.group_row, *state.request_row, *(str(pending.command) for pending in state.pending.values())]
     if left:
         raise Violation(f"left after the last step: {', '.join(left)}")

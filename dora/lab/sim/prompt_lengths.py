@@ -103,7 +103,7 @@ class TracedPrompts:
 
 @cache
 def normal_grid(points: int) -> tuple[FloatColumn, FloatColumn]:
-    """Evenly spaced scores from -SCORE_MAX to SCORE_MAX, with weights for an integral over the normal density."""
+    """Returns evenly spaced scores from -SCORE_MAX to SCORE_MAX, with weights to integrate over the normal density."""
     scores = np.linspace(-SCORE_MAX, SCORE_MAX, points)
     weights = np.exp(-0.5 * scores**2)
     weights /= weights.sum()

@@ -160,7 +160,7 @@ def most_tokens_per_s(sheet: Hardware, weights: float, token_bytes: float, batch
 
 
 def invariance(subject: Subject) -> dict[str, Any]:
-    """With batch invariance: a request beside others, and one that moved, must equal one that ran alone."""
+    """Checks batch invariance: a request beside others, and one that moved, must equal one that ran alone."""
     if subject.device != "cuda":
         raise Skipped("on CPUs logits do not depend on neighbours with one thread")
     from dora.worker.vllm import environment as vllm_environment

@@ -52,7 +52,7 @@ class Lane:
 
 
 class History:
-    """``seq`` counts the statuses. ``roster`` changes with the set of lanes, whose order the updates follow."""
+    """Keeps statuses, counted by ``seq``. ``roster`` changes with the set of lanes, whose order the updates follow."""
 
     def __init__(self, segments: int = SEGMENTS) -> None:
         self._segments_most = segments

@@ -43,7 +43,7 @@ class Models:
         self._config = b""
 
     def load(self, folder: Path, quantisation: str = "") -> Any:
-        """Like ``load_model``. The module of the call before must not be used any more."""
+        """Does as ``load_model``. The module of the call before must not be used afterwards."""
         config = (folder / "config.json").read_bytes()
         if quantisation or config != self._config or not _filled(self._module, folder):
             self._module = None  # frees its memory first

@@ -247,7 +247,7 @@ def without_drained(workers: Iterable[WorkerStatus]) -> tuple[list[WorkerStatus]
 
 
 def sessions_idle(status: Status) -> int:
-    """Sessions between two turns: their tools run."""
+    """Counts the sessions between two turns, while their tools run."""
     return sum(version.sessions_idle for version in status.versions)
 
 
@@ -258,7 +258,7 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
-    """Workers in the given order; below them the reasons of losses."""
+    """Shows workers in the given order, and below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
     there, left = without_drained(workers)
     notes = [*_reasons(there), *([f"left, as was asked: {_listed(left)}"] if left else [])]
@@ -266,7 +266,7 @@ def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
-    """Requests that are not committed."""
+    """Shows the requests that are not committed."""
     notes = [f"{len(trajectories):,} of {total:,} (--limit shows more)"] if len(trajectories) < total else []
     return Sheet(TRAJECTORY_COLUMNS, trajectories, "trajectories", notes=notes)
 

@@ -142,5 +142,5 @@ def cut(rule: Rule, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, 
 
 
 def padded_vocabulary(vocab_size: int, ranks: int) -> int:
-    """Rows of the embedding and the head, padded to be equal on each of ``ranks``."""
+    """Returns the rows of the embedding and the head, padded to be equal on each of ``ranks``."""
     return -(-vocab_size // ranks) * ranks

@@ -46,7 +46,7 @@ class FaultKind:
 
 
 def draw_faults(seed: int, kinds: Sequence[str], horizon_s: float, mean_count: float) -> tuple[Fault, ...]:
-    """0 to twice ``mean_count`` faults of these kinds (at least one kind) before ``horizon_s``, in order of time."""
+    """Draws 0 to twice ``mean_count`` faults of these kinds (at least one) before ``horizon_s``, in time order."""
     random = Random(f"faults {seed}")
     count = random.randint(0, round(2 * mean_count))
     chosen = random.choices(kinds, [KINDS[kind].weight for kind in kinds], k=count)

@@ -341,7 +341,7 @@ class _Feed:
         self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """Prompts without a position in a source, as the world repeats them itself after a crash."""
+        """Returns prompts without a position in a source: the world repeats them itself after a crash."""
         await _Delay(self._world.prompts_s())
         prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
         for prompt in prompts:

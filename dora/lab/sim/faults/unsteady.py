@@ -89,7 +89,7 @@ class UnsteadyWorld(ServedWorld):
         return self.random.random() * self.habits.trainer_rests_most_s
 
     def _tells(self, _groups: list[SimGroup]) -> tuple[float, float]:
-        """Random signals that change an adaptive window often. It must keep every promise with any signals."""
+        """Returns random signals that change an adaptive window often. It must keep every promise with any signals."""
         return self._signals.random() * self.scenario.trainer.step_s, self._signals.choice((0.0, 0.0, 0.5))
 
     def _tick(self) -> None:

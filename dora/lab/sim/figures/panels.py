@@ -225,7 +225,7 @@ def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[floa
 
 
 def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
-    """Moves between drawn workers, bundled by time; the largest bundles only.
+    """Bundles moves between drawn workers by time. Keeps the largest bundles only.
 
     Bundles of one interval stand side by side around the mean time of their moves.
     """

@@ -57,7 +57,7 @@ class Future:
 
 
 class Futures:
-    """At most ``limits.futures``. One that its client does not ask for is given up, or forgotten, after
+    """At most ``limits.futures`` samples. One that its client does not ask for is given up, or forgotten, after
     ``limits.future_s``; a fetched one makes room earlier.
     """
 
