@@ -66,10 +66,7 @@ class Trainers:
         return self.time.measured(gpus)
 
     def _seconds(self, gpus: int) -> float:
-        """The measured time of one step, or an estimate scaled by how much worse the layout divides the model.
-
-        Raises InvalidValue if no layout fits.
-        """
+        """Returns the seconds of a step, scaled by how much worse the layout divides the model. Raises InvalidValue."""
         worse = self._known(gpus)[1] / float(np.interp(gpus, self._measured_at, self._worse_there))
         return self.time.seconds(gpus) * worse
 

@@ -173,9 +173,7 @@ def check_requests(state: State) -> None:
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
-    """Checks all requests of one worker, including C1. ``inbound`` has the rows of its incoming handoffs, if known
-    already.
-    """
+    """Checks all requests of one worker, including C1. ``inbound`` has the rows of its incoming handoffs, if known."""
     name, requests = worker.worker_id, state.requests
     rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
     if inbound is None:
@@ -291,9 +289,7 @@ def check_handoffs(state: State) -> None:
 
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
-    """A handoff in progress connects the request's owner with another living worker or pool. STRANDED: the owner is
-    lost.
-    """
+    """Checks that a handoff connects the request's owner with another living member. STRANDED: the owner is lost."""
     owner = state.pool_of(row) if handoff.kind is HandoffKind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
     targets = state.pools if handoff.kind is HandoffKind.PARK else state.workers

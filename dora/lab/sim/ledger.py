@@ -249,9 +249,7 @@ class SimLedger:
         self.replaced += 1
 
     def answer_s(self, request_id: str, turn: int, now_s: float) -> float:
-        """The time of the environment's answer to a turn. The environment is called once, however often the request
-        moves.
-        """
+        """Returns the time of the environment's answer to a turn. It is asked once, although the request moves."""
         response = self.responses.get(request_id)
         if response is None:
             return now_s  # cancelled
@@ -330,9 +328,7 @@ class SimLedger:
         return group is not None and not group.unscored and response.index >= group.started
 
     def reject(self, command: do.RejectVersion) -> None:
-        """Rejects a version that workers refuse. It must have no sampled tokens, and gets none until it is published
-        again.
-        """
+        """Rejects a version that workers refuse. It has no sampled tokens, and gets none until published again."""
         version = command.version
         sampled = [name for name, each in self.responses.items() if each.version == version and each.tokens]
         if version in self.rejected or sampled or not command.worker_ids:

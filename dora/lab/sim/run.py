@@ -30,9 +30,7 @@ PROGRESS_EVENTS = 256  # between two progress reports: a step of a large cluster
 
 
 class BrokenRun(Violation):
-    """A run that ended early: a promise was broken, it stalled, or a strategy raised. ``report`` has the partial
-    result.
-    """
+    """A run that ended early: a promise was broken, it stalled, or a strategy raised. ``report`` has what there is."""
 
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)

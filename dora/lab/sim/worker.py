@@ -72,9 +72,7 @@ def _session(response: SimResponse, request_id: str) -> SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A command that takes time. ``finish`` is called ``after_s`` later and returns the outcome. ``began`` is sent at
-    once.
-    """
+    """A command that takes time. It sends ``began`` at once; ``finish`` returns the outcome ``after_s`` later."""
 
     after_s: float
     finish: Callable[[], on.CommandDone]

@@ -54,9 +54,7 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """Asks for a request's move: mostly to a host of its version or to a pool if there is any, otherwise to any
-    worker.
-    """
+    """Asks for a request's move, mostly to a host of its version or to a pool, otherwise to any worker."""
     state = world.machine.state
     row = pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:

@@ -30,9 +30,7 @@ WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 
 
 def inject_into_pool(world: UnreliableWorld, fault: Fault) -> None:
-    """A worker parks some requests, and in half of the cases dies while they may be parked. Then a fault hits a
-    pool.
-    """
+    """Makes a worker park some requests, and in half of the cases die meanwhile. Then a fault hits a pool."""
     worker = pick(world.running(), fault.subject // 16)
     pool = pick([pool for _, pool in sorted(world.pools.items())], fault.subject // 8)
     if worker is None or pool is None:

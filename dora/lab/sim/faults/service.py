@@ -226,9 +226,7 @@ class SimService:
     # --------------------------------------------------------------------------------------------------------- events
 
     def taken_over(self, machine: Machine, event: on.Progress) -> None:
-        """Passes a worker's report to the buffer as columns. Tokens that the worker does not own are removed from the
-        event.
-        """
+        """Passes a worker's report to the buffer as columns. Removes tokens from it that the worker does not own."""
         names = [name for name in event.tokens if name in machine.state.rows()]
         rows = np.array([machine.state.rows()[name] for name in names], np.int64)
         owned = machine.owned(event.worker_id, event.epoch, rows)

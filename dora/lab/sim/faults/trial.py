@@ -204,9 +204,7 @@ def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, An
 
 
 def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -> None:
-    """Runs with faults. Then the trainer must complete its next steps, and then the drain must return every admitted
-    group.
-    """
+    """Runs with faults. Then the trainer must complete its next steps, and the drain return every admitted group."""
     for fault in faults:
         world.after(fault.at_s, strike, world, fault)
     world.run_until(lambda: world.now_s >= HORIZON_S)

@@ -207,9 +207,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(event)
 
     def ask(self, event: on.Event, *, refused: bool = False) -> bool:
-        """Posts an event that the core may refuse (must refuse if ``refused``) without a change. Returns whether it was
-        accepted.
-        """
+        """Posts an event that the core may, or if ``refused`` must, refuse unchanged. Returns whether it took it."""
         before = fingerprint(self.machine.state)
         try:
             self.post(event)
@@ -271,9 +269,7 @@ class UnsteadyWorld(ServedWorld):
             self.after(SILENCE_LIMIT_S, self.lose, worker, "silent")
 
     def partition(self, worker: SimWorker, for_s: float, to_core: bool) -> None:
-        """Silences one direction. If it lasts too long, the epoch ends, and the worker continues until it learns of
-        that.
-        """
+        """Silences one direction. If it lasts too long, the epoch ends. The worker continues until it learns that."""
         session = self.session(worker)
         wire = session.to_core if to_core else session.to_worker
         wire.silent_until_s = max(wire.silent_until_s, self.now_s + for_s)
