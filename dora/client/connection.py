@@ -165,10 +165,7 @@ class Client:
 
 @dataclass(slots=True)
 class Patience:
-    """Retry delays of a client: they grow from ``first_s`` to ``longest_s``, for ``total_s`` in all.
-
-    Progress resets them.
-    """
+    """Retry delays of a client, from ``first_s`` to ``longest_s`` and ``total_s`` in all. Progress resets them."""
 
     total_s: float
     first_s: float = 0.05

@@ -176,9 +176,7 @@ def files_to_wire(files: Sequence[WeightFile]) -> list[pb.WeightFile]:
 async def upload(
     connection: Connection, method: Any, epoch: int, version: int, taken: Taken, base: Uploaded | None = None
 ) -> Uploaded:
-    """Uploads the copied weights, or their difference from ``base`` if that is faster. Raises as the connection's
-    calls.
-    """
+    """Uploads the copied weights, or their difference from ``base`` if faster. Raises as the connection's calls."""
     chunk_bytes = min(WEIGHT_CHUNK_BYTES, connection.max_message_bytes - _CHUNK_OVERHEAD_BYTES)
     bytes_per_s = base.bytes_per_s if base is not None else math.inf
     for file in taken.identities:

@@ -147,10 +147,7 @@ class ReplayBuffer:
         return b"".join(_framed(group) for group, _ in self._held.values())
 
     def restore(self, content: bytes, window_versions: int, decoder: Decoder | None = None) -> None:
-        """Replaces the content by that of :meth:`to_bytes`. ``decoder`` decodes the groups' texts.
-
-        Raises InvalidValue for other bytes.
-        """
+        """Restores :meth:`to_bytes`'s content. ``decoder`` decodes texts. Raises InvalidValue for other bytes."""
         groups = list(_groups(content, decoder))
         self._step, self._chosen = -1, {}
         self._held = {each.group_id: (each, Candidate.of(each, window_versions)) for each in groups}

@@ -56,9 +56,7 @@ class Served:
 
 @dataclass(slots=True)
 class Session:
-    """One session of a prompt with an environment. ``response`` has the tokens of its present branch, given ones
-    included.
-    """
+    """One session of a prompt with an environment. ``response`` has the tokens of its present branch."""
 
     session_id: str
     group_id: str
@@ -304,10 +302,7 @@ class Sessions(Client):
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
     async def find(self, session_id: str) -> Session:
-        """Returns a session of a group that was opened, by this client or another, at the end of its turn under way.
-
-        Raises NotFound.
-        """
+        """Returns a session of a group that any client opened, at the end of its turn under way. Raises NotFound."""
         check_text(session_id, "session_id")
         with self._connections.for_a_call() as connection:
             request = pb.FindSessionRequest(session_id=session_id)
@@ -332,10 +327,7 @@ class Sessions(Client):
                 replies.cancel()
 
     async def withdraw(self, prompt_id: str, reason: str = "") -> None:
-        """Cancels a group that was opened with this prompt id, or takes it back from the queue. May be repeated.
-
-        Raises InvalidValue, NotFound.
-        """
+        """Cancels or unqueues the group of this prompt id. May be repeated. Raises InvalidValue, NotFound."""
         check_text(prompt_id, "prompt_id")
         check_text(reason, "reason")
         request = pb.WithdrawRequest(prompt_id=prompt_id, reason=reason)

@@ -71,10 +71,7 @@ class Taken:
         return self.identities
 
     def bring(self, folder: Path) -> None:
-        """Ensures that the files are in ``folder``, copying those that are not, and offers their image there.
-
-        Raises OSError.
-        """
+        """Ensures that the files are in ``folder``, and offers their image there. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, opened in self._open.items():
             target = folder / name
@@ -153,9 +150,7 @@ def take_tensors(
 
 
 def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
-    """Copies files into ``folder``, except the tensor named ``without``. Raises OSError if there is no room. After an
-    error no file is left.
-    """
+    """Copies files into ``folder``, without the tensor ``without``. Raises OSError; then no file is left."""
     folder.mkdir(parents=True, exist_ok=True)
     targets: list[Path] = []
     try:

@@ -79,9 +79,7 @@ class ChatRenderer:
         self.context_tokens = 0
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Rendered:
-        """Returns a whole chat up to the next answer. Raises InvalidValue if the template refuses it or leaves
-        something out.
-        """
+        """Returns a chat up to the next answer. Raises InvalidValue if the template refuses it or omits something."""
         self._check(messages, messages, tools, options)
         text = self._render(messages, tools, options, answer=True)
         return Rendered(text, self.encode(text))

@@ -209,9 +209,7 @@ class SessionTree:
         self.branches[ask.branch].is_open = not is_known
 
     def _find(self, root: _Node, messages: Sequence[Message], keys: Sequence[str]) -> tuple[_Node, int, str]:
-        """Returns the last answer of this session among the messages, the number of messages up to it, and the reason
-        for a new branch.
-        """
+        """Returns this session's last answer among the messages, their number up to it, and why a branch begins."""
         found, count, level = root, 0, [root]
         for number, key in enumerate(keys, start=1):
             below = [child for node in level for child in node.children.get(key, ())]
@@ -251,9 +249,7 @@ class SessionTree:
         return found
 
     def _longest(self, rendered: Rendered) -> tuple[BranchPlace | None, Rendered, bool]:
-        """Returns the place from which the most tokens of a prompt can be kept, the tokens that follow it, and whether
-        they differ within an answer.
-        """
+        """Returns the place from which most tokens of a prompt can be kept, the rest, and whether an answer differs."""
         token_ids = np.asarray(rendered.token_ids, np.int32)
         best, kept, cuts = None, (0, False), False
         for number, branch in enumerate(self.branches):

@@ -43,9 +43,7 @@ class Attending:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, attend: Callable[[], AsyncGenerator[Failing]]) -> None:
-        """Attends until the service ends the stream and the last session has ended. Raises ServiceUnavailable if the
-        service is gone for long.
-        """
+        """Attends until stream and sessions have ended. Raises ServiceUnavailable if the service is gone for long."""
         patience = Patience(WAITS_FOR_SERVICE_S)
         try:
             while True:

@@ -146,9 +146,7 @@ def _text(body: bytes) -> str:
 
 
 def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = TURNS) -> Handler:
-    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight. ``method`` is what
-    the request does.
-    """
+    """Returns a handler that answers refusals in a protocol's shape, and counts requests that do ``method``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:

@@ -47,10 +47,7 @@ class FrontOptions:
 
 @asynccontextmanager
 async def front(options: FrontOptions, mount: Mount | None = None) -> AsyncIterator[str]:
-    """Serves a front, and yields its URL. ``mount`` is that of ``application``.
-
-    Raises InvalidValue, Unauthenticated, ServiceUnavailable.
-    """
+    """Serves a front and yields its URL. Raises InvalidValue, Unauthenticated, ServiceUnavailable."""
     if options.tool_format and options.tool_format not in FORMATS:
         raise InvalidValue("--tool-format", options.tool_format, one_of(options.tool_format, FORMATS))
     tls = None if options.tls is None else HttpTls(options.tls, mutual=options.mutual)

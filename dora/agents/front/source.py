@@ -9,10 +9,7 @@ from dora.data.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class LiveVersions:
-    """The served model and versions.
-
-    ``context_tokens`` is 0 if not known. ``sampling`` has the parameters of calls that say nothing.
-    """
+    """The served model and versions. ``context_tokens`` is 0 if not known; ``sampling`` has the default parameters."""
 
     model: str
     newest: int

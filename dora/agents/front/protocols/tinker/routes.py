@@ -98,9 +98,7 @@ async def create_session(request: web.Request) -> web.StreamResponse:
 
 
 async def create_sampling_session(request: web.Request) -> web.StreamResponse:
-    """Names a sampling session of a version that is live, or of ``policy``: each sample has the version that the window
-    gives then.
-    """
+    """Names a sampling session of a live version, or of ``policy``: then the window gives each sample's version."""
     received = await read_request(request)
     session_id, model = text_of(received.body, "session_id"), requested_model(received.body)
     if not is_session(session_id):
