@@ -70,9 +70,7 @@ class Conversation:
 
 
 def find_session(record: Path, trajectory_id: str) -> list[Trajectory]:
-    """Returns all branches of the session of a recorded trajectory, in order. Raises NotFound, or InvalidValue for a
-    folder that is no record.
-    """
+    """Returns a recorded trajectory's session: its branches in order. Raises NotFound; InvalidValue if not a record."""
     session = session_of(trajectory_id)
     begins = (_line_begin(session) + b'"', _line_begin(session) + b"/")
     siblings = _line_begin(session.rpartition(".")[0] or session) + b"."  # of its group

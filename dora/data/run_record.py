@@ -113,9 +113,7 @@ class Recorder(RecordContent):
             file.close()
 
     def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
-        """Continues after a restart: removes versions above ``newest``, which were not committed, and writes missing
-        ``cancelled`` groups.
-        """
+        """Continues after a restart: removes versions above ``newest`` and writes missing ``cancelled`` groups."""
         for kept in self._versions.iterdir():
             if kept.name.isdigit() and int(kept.name) > newest:
                 shutil.rmtree(kept)

@@ -26,10 +26,7 @@ class Domain:
     positive_least: float = 0.0
 
     def of(self, value: Any, field: str) -> int | float | bool:
-        """Returns ``value`` as ``kind``: an integer may stand for any number, and true or false for none.
-
-        Raises InvalidValue.
-        """
+        """Returns ``value`` as ``kind``. An integer may stand for any number, a bool for none. Raises InvalidValue."""
         kinds = (int, float) if self.kind is float else (self.kind,)
         # Compared without conversion: an integer may be too large for a float.
         fits = type(value) in kinds and self.least <= value <= self.most and not 0 < value < self.positive_least

@@ -139,9 +139,7 @@ class RequestSpec:
 
 
 def inputs_after(inputs: Iterable[tuple[int, int]], after: int, tokens: int) -> list[tuple[int, int]]:
-    """Returns the input runs of a response of which the first ``after`` outputs stay, with so many given ones after
-    them. Adjacent runs are one.
-    """
+    """Returns a response's input runs, joined, if ``after`` outputs stay and so many given ones follow them."""
     stay = [(first, min(end, after)) for first, end in inputs if first < after]
     first = stay.pop()[0] if stay and stay[-1][1] == after else after
     return [*stay, (first, after + tokens)]

@@ -225,9 +225,7 @@ class _Agent(Member):
     async def _taken_up(
         self, orders: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> tuple[HostRuntime, Coroutine[None, None, str | None]]:
-        """Returns a runtime and its first work: the kept one if it may continue, otherwise a new one after that has
-        ended.
-        """
+        """Returns a runtime and its first work: the kept one if it may continue, else a new one after its end."""
         if welcome.goes_on:
             kept = self._keeping.take()
             if kept is None:  # the service assumes that it continues, until this stream ends

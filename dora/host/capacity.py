@@ -25,9 +25,7 @@ class Capacity:
 
 
 def capacity_of(folder: Path) -> Capacity:
-    """Measures the capacity. ``folder`` is the store of versions, whose file system may be in memory. A missing folder
-    has no free bytes.
-    """
+    """Measures the capacity. ``folder`` is the store of versions, maybe in memory; a missing one has no free bytes."""
     free_bytes = available_bytes()
     try:
         room = os.statvfs(folder)

@@ -98,9 +98,7 @@ def links_of(text: str) -> dict[tuple[int, int], str]:
 
 
 def troubles(read: HostReading, gpus: Sequence[Gpu], ours: Collection[int] = ()) -> list[str]:
-    """Returns what keeps engines on these GPUs from a start, a sentence each. Processes of ``ours`` and their
-    descendants may use them.
-    """
+    """Returns sentences on what keeps engines from a start on these GPUs. ``ours`` and descendants may use them."""
     found, number = [], driver_number(read.driver)
     if number and int(number.partition(".")[0]) < DRIVER_LEAST:
         found.append(f"a driver of {DRIVER_LEAST} or newer, which CUDA 13 needs; this one is {number}")

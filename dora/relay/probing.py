@@ -115,9 +115,7 @@ def probe_fetch(upstream: Upstream, own: Identity, secret: bytes, name: str, tls
 
 
 def answer_probe(stream: Stream, first: Frame) -> None:
-    """Counts the bytes of a connection that begins with ``first``, or sends them back. Raises TransferFailed at its
-    end.
-    """
+    """Counts bytes of a connection that begins with ``first``, or returns them. Raises TransferFailed at the end."""
     frame = first
     for _ in range(PIECES_MAX):
         if frame.kind is not Kind.PROBE or frame.body_bytes > PIECE_BYTES:

@@ -87,10 +87,7 @@ class Relay:
         listener.open(serving.serve, settings.timeout_s, settings.tls)
 
     def fetch(self, order: FetchOrder) -> None:
-        """Starts to bring a version here, or changes its upstreams. ``tell`` gets the outcome.
-
-        Raises InvalidValue for a malformed name.
-        """
+        """Starts to bring a version here, or changes its upstreams. Raises InvalidValue for a malformed name."""
         version, _ = parsed_name(order.name)
         with self._lock:
             fetch = self._fetches.get(order.name)
@@ -204,10 +201,7 @@ class Relay:
         return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
 
     def _hold(self, manifest: Manifest) -> Holding:
-        """Starts the reception of a version with the chunks that an earlier version shares, or resumes it.
-
-        Raises as ``HostStore.receive`` does.
-        """
+        """Starts or resumes a reception with the chunks of an earlier version. Raises as ``HostStore.receive``."""
         with self._lock:
             known = self._holdings.get(manifest.name)
         if known is not None:

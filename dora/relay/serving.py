@@ -233,9 +233,7 @@ class _Way:
 
 
 def unsummed(parts: Iterable[Buffer]) -> bytes:
-    """Returns an empty checksum for transports that compute one while they copy; versions have their own. Still
-    consumes ``parts``.
-    """
+    """Consumes ``parts`` for transports that compute a checksum while they copy. Versions have their own."""
     deque(parts, maxlen=0)
     return b""
 

@@ -45,9 +45,7 @@ class Pack:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str) -> "Pack":
-        """Packs rows. Rows of one group share their prompt, unless it was routed to other experts. n runs over
-        ``trajectories`` in order.
-        """
+        """Packs rows. Those of one group and the same experts share their prompt. n runs over them in order."""
         groups: dict[tuple[str, bytes], list[int]] = {}
         for index, trajectory in enumerate(trajectories):
             groups.setdefault(shared_prompt(trajectory), []).append(index)

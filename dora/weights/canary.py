@@ -23,10 +23,7 @@ _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS, choice: int = 0) -> tuple[int, ...]:
-    """A fixed sequence, selected by ``choice``, that covers the whole vocabulary unevenly.
-
-    Raises InvalidValue for a vocabulary below 2.
-    """
+    """Returns a fixed sequence, chosen by ``choice``, over the vocabulary. Raises InvalidValue if that is below 2."""
     if vocab_size < 2:
         raise InvalidValue("vocab_size", vocab_size, "2 or more")
     first = choice * tokens

@@ -109,9 +109,7 @@ class HostStore:
         return name_of(self.folder(version))
 
     def manifest(self, version: int) -> Manifest:
-        """The version's manifest, with its canary. Raises NotFound; also for version 0, which is not sent, as every
-        host has the model.
-        """
+        """Returns the manifest, with its canary. Raises NotFound, also for version 0, which every host has."""
         folder = self.folder(version)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotFound("version", version, "a published version: every host has the model itself")

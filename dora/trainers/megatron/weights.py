@@ -28,10 +28,7 @@ def parameters_of(built: Built) -> Iterator[tuple[str, torch.nn.Parameter, Rule]
 
 
 def load(built: Built, folder: Path) -> None:
-    """Fills this rank's parameters from a Hugging Face folder.
-
-    Raises InvalidValue for a missing tensor or one of another shape.
-    """
+    """Fills this rank's parameters from a Hugging Face folder. Raises InvalidValue if one is missing or misshapen."""
     files = {name: folder / file for file in weight_files(folder) for name in read_header(folder / file)}
     shape, layout = built.architecture.shape, built.place.layout
     with torch.no_grad():
