@@ -116,9 +116,7 @@ def layer_count(folder: Path) -> int:
 
 
 def kv_token_bytes(folder: Path) -> int:
-    """Returns the bytes that a token has in a KV-cache of two-byte values, with full attention in every layer, or 0 if
-    the model does not say.
-    """
+    """Returns a token's bytes in a KV-cache of two-byte values with full attention; 0 if the model does not say."""
     said = _text_config(folder)
     heads = said.get("num_attention_heads")
     if not heads or not said.get("hidden_size"):

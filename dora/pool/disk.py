@@ -35,9 +35,7 @@ class Disk:
         self._thread.submit(self._write, parked, is_current, written)
 
     def read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
-        """Completes ``opened`` with the bodies. Fails it with NotMovable if they are lost, or with TransferFailed if
-        the read memory is full.
-        """
+        """Completes ``opened`` with the bodies, or with NotMovable if lost, TransferFailed if read memory is full."""
         self._thread.submit(self._read, parked, opened, not_read)
 
     def remove(self, file: Path) -> None:

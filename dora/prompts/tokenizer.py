@@ -45,10 +45,7 @@ class ChatTokenizer:
         return text if isinstance(text, str) else ""
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """Encodes plain text, with the special tokens that this tokenizer adds to a text, or without them.
-
-        Other threads run meanwhile.
-        """
+        """Encodes text, with the special tokens that the tokenizer adds, or without. Other threads run meanwhile."""
         return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def encode_chat(self, messages: Messages) -> tuple[str, tuple[int, ...]]:

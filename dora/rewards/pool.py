@@ -103,10 +103,7 @@ class FunctionPool:
         return pool
 
     async def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a process's answer; ``{"failure": the end of a sentence}`` for any failure in it.
-
-        Raises RuntimeError after ``close``.
-        """
+        """Returns a process's answer or ``{"failure": end of a sentence}``. Raises RuntimeError after ``close``."""
         if not self._workers:
             raise RuntimeError(f"the processes of {self.spec} are closed")
         ticket = secrets.token_bytes(16)

@@ -98,10 +98,7 @@ class UserProcess:
         os.set_blocking(calls, False)
 
     def ask(self, frame: bytes, ticket: bytes, limit_s: float, waits: Callable[[], None]) -> Message:
-        """Sends ``frame`` and returns the verdict with that ticket. Raises Ended and ServiceGone.
-
-        ``waits`` is called if the verdict takes long.
-        """
+        """Sends ``frame`` and returns its verdict. Calls ``waits`` if that takes long. Raises Ended, ServiceGone."""
         unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
         self.usage.begin()
         self._poll.register(self._service, 0)  # its end is reported in any case

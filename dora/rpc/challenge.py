@@ -86,9 +86,7 @@ class Challenges:
         return pb.ChallengeReply(nonce=nonce, proofs=proofs)
 
     def admit(self, metadata: Any, method: str) -> ProvenCall:
-        """Returns the caller of a call. Raises Unauthenticated for a missing, wrong, old or used proof, and
-        LimitExceeded for too many new sessions.
-        """
+        """Returns the caller. Raises Unauthenticated without a valid new proof, LimitExceeded for too many sessions."""
         found = authorization_of(metadata)
         if not found:
             raise Unauthenticated("token", MISSING, token_for(name_of(method)))

@@ -162,9 +162,7 @@ class AccessInterceptor(ServerInterceptor):
         )
 
     def _guarded(self, answer: Behaviour, method: str, metadata: Any, pool: CallLimits) -> Behaviour:
-        """Returns ``answer`` for a caller that is known and may call the method, counted among its service's open
-        calls, after the service's proof.
-        """
+        """Returns ``answer`` for a permitted caller, counted among open calls, after the service's proof."""
 
         async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
             holder = _holder(context, self._domain)

@@ -44,9 +44,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class ProvenSession:
-    """One session with a service that has proved itself. If ``key`` is empty, both ends have shown certificates, and
-    the client has no token.
-    """
+    """One session with a proven service. ``key`` is empty if both ends have shown certificates, without a token."""
 
     holder: str
     client_nonce: bytes

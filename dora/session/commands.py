@@ -84,9 +84,7 @@ class CommandLoop(Generic[V]):
         raise NotImplementedError
 
     def obey_waiting(self, timeout_s: float) -> bool:
-        """Obeys all waiting commands, and waits for the first. Returns False after Shutdown, when the end of the stream
-        is no failure.
-        """
+        """Obeys all waiting commands; waits for the first. Returns False after Shutdown: the stream may end then."""
         while not self._shutdown and (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
             timeout_s = 0.0

@@ -43,9 +43,7 @@ def plane_of(
     arena: Arena | None = None,
     tls: Contexts | None = None,
 ) -> DataPlane:
-    """Returns this process's data plane, with the service's settings and its own ``tls``. ``arena_bytes`` and ``arena``
-    are a pool's.
-    """
+    """Returns this process's data plane, by the service's settings and its own ``tls``. A pool has an arena."""
     settings = PlaneSettings(
         secret=welcome.kv.secret,
         folder=Path(welcome.snapshot_folder),

@@ -81,9 +81,7 @@ class LinkedMember(Member):
         return False
 
     def serve(self) -> None:
-        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if the service is lost for too
-        long.
-        """
+        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if it is lost for too long."""
         try:
             run_blocking(self.stay_connected())
         except (ServiceUnavailable, Conflict) as error:

@@ -80,10 +80,7 @@ def link_or_copy(source: Path, target: Path, *, may_link: bool = True) -> None:
 
 
 def replace_durably(file: Path, text: str) -> None:
-    """Replaces the content of ``file``, which only this user may read. A crash leaves the old or the new content.
-
-    Raises OSError.
-    """
+    """Replaces a private ``file``. A crash leaves the old or the new content. Raises OSError."""
     unfinished = file.with_name(f".{file.name}")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -27,9 +27,7 @@ def interface_of(address: str) -> str:
 
 
 def restrict_groups(address: str) -> None:
-    """Restricts the groups of this process and its children to the interface of this address, unless the environment
-    names another.
-    """
+    """Restricts this process's groups to the interface of this address, unless the environment names another."""
     name = interface_of(address)
     for variable, prefix in GROUPS.items() if name else ():
         os.environ.setdefault(variable, prefix + name)

@@ -56,10 +56,7 @@ def memory_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Returns memory that new processes can use without swapping, within this process's control groups.
-
-    Source: proc(5), ``MemAvailable`` of /proc/meminfo.
-    """
+    """Returns memory for new processes, without swap, within control groups. Source: proc(5), ``MemAvailable``."""
     within = (max(0, limit - used) for limit, used in _limits(proc, groups))
     return min([_meminfo(proc, "MemAvailable"), *within])
 

@@ -39,9 +39,7 @@ def hold_new(file: Path, content: str = "") -> int:
 
 
 class OwnerLocks:
-    """The locks of a folder's owner: of its lock file, and of the folder itself, which nobody can remove and make anew
-    while its content stays.
-    """
+    """The locks of a lock file and of its folder, which nobody can remove while its content stays."""
 
     def __init__(self, descriptors: tuple[int, ...]) -> None:
         self._descriptors = descriptors

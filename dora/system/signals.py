@@ -44,9 +44,7 @@ def drain_on_signals(drain: Callable[[], None], end: Callable[[], object]) -> No
 
 
 def ignore_notices() -> None:
-    """Ignores what a terminal or a scheduler sends to every process. A worker or pool calls it before it begins, as an
-    engine loads for a minute.
-    """
+    """Ignores what a terminal or scheduler sends to all processes. Call it first: an engine loads for a minute."""
     for number in CHILD_IGNORED:
         signal.signal(number, signal.SIG_IGN)
 

@@ -77,10 +77,7 @@ Use = Callable[[ServiceHandle, Ready], Coroutine[Any, Any, RunObservations]]
 
 
 async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
-    """Runs the demo. Returns its report, also written to ``folder`` with run record, series and timeline.
-
-    Raises DoraError as ``serve`` does.
-    """
+    """Runs the demo. Returns its report; ``folder`` has it, record, series and timeline. Raises as ``serve``."""
     config = service_config(options, folder)
     clock = asyncio.get_running_loop().time
     started_s = clock()

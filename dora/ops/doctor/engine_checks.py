@@ -87,9 +87,7 @@ def neighbours(subject: Subject) -> dict[str, Any]:
 
 
 def moves(subject: Subject) -> dict[str, Any]:
-    """Takes a request out with its KV and in again, after different numbers of tokens; it must continue as if it had
-    stayed.
-    """
+    """Takes a request out with its KV and in again, after different numbers of tokens; it must continue unchanged."""
     started = _loaded(subject)
     return {"moves": check_moves(started), "block_tokens": started.capability.block_tokens}
 
@@ -108,10 +106,7 @@ def check_moves(
     samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES),
     before: Callable[[], None] = nothing,
 ) -> int:
-    """Moves requests out and in. Returns how often. Raises Failed if one continues otherwise.
-
-    ``before`` is called before each is taken in.
-    """
+    """Moves requests, calling ``before`` before each is taken in. Returns how often. Raises Failed if one changes."""
     block = started.capability.block_tokens
     moved = 0
     for sampling in samplings:

@@ -31,10 +31,7 @@ TICKET: Final = "kv"
 
 
 def kv_between(subject: Subject) -> dict[str, Any]:
-    """Sends blocks from one GPU's KV-cache into another's, and to a process that was killed.
-
-    Writes the proof that lets workers send KV so.
-    """
+    """Sends blocks between the KV-caches of GPUs, and to a killed process. Writes the proof that lets workers do so."""
     if subject.device != "cuda":
         raise Skipped("on CPUs KV lies in host memory")
     import torch

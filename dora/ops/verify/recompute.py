@@ -79,9 +79,7 @@ def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iter
 
 
 def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
-    """The absolute difference of the recorded logprobs from these, by token; infinite if one is NaN. 0 for a token that
-    an environment gave.
-    """
+    """Returns the absolute difference of the logprobs by token: infinite for NaN, 0 for an environment's token."""
     apart = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
     return np.where(trajectory.loss_mask == 0, 0.0, np.where(np.isnan(apart), np.inf, apart))
 
