@@ -196,10 +196,7 @@ class TrainerSession:
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:
-        """Returns the attachment to start the steps from. Attaches, unless just done with this number of groups.
-
-        Raises as :meth:`attach`.
-        """
+        """Returns the attachment. Attaches unless just done with this ``groups``. Raises as :meth:`attach`."""
         if self._attachment is None or self._begun or groups not in (0, self._groups_per_step):
             await self.attach(groups or self._groups_per_step)
         self._begun = True

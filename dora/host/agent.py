@@ -58,9 +58,7 @@ AS_THE_SERVICE: Final = -1  # workers
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Options of ``dora host``. ``kv_host`` is its address for the other hosts, detected if empty; ``zone`` the host's
-    zone, the service's if empty.
-    """
+    """Options of ``dora host``. ``kv_host`` is for other hosts, detected if empty; ``zone`` the service's if empty."""
 
     address: str
     token: str | Path = field(repr=False)  # or the file that has it

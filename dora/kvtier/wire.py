@@ -40,10 +40,7 @@ class TierConnection:
         self._serial = itertools.count(1)
 
     def call(self, operation: str, *values: Any) -> Any:
-        """Returns the server's answer. Raises TransferFailed if it is late or invalid.
-
-        A failure resets the connection, so a late answer is discarded.
-        """
+        """Returns the server's answer. Raises TransferFailed, and resets the connection, if that is late or invalid."""
         if self._socket is None:
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.LINGER, 0)

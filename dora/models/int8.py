@@ -28,10 +28,7 @@ def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise(module: torch.nn.Module) -> int:
-    """Makes the projections of a model compute as the engine's do. Returns their number.
-
-    ``module`` is transformers', with the names of its checkpoint.
-    """
+    """Makes the projections of transformers' ``module`` compute as the engine's do. Returns their number."""
     found = 0
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Linear) and is_quantised(f"{name}.weight"):

@@ -82,10 +82,7 @@ class Holding:
             self.receiving.close()
 
     def wait(self, after: int, timeout_s: float) -> Sequence[int]:
-        """Returns the chunks that came after the first ``after``, in order; empty after the timeout.
-
-        Raises TransferFailed if the version was abandoned.
-        """
+        """Returns the chunks after the first ``after``; none after the timeout. Raises TransferFailed if abandoned."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._arrived) > after, timeout_s)
             if self._ended:

@@ -147,9 +147,7 @@ def check_owner(token: str) -> None:
 
 
 def strength_of(token: str) -> float:
-    """Returns a cautious estimate of a token's bits, from its kinds of characters. A letter of a word counts 2, and
-    repeated characters count once.
-    """
+    """Estimates a token's bits cautiously. A letter of a word counts 2, and repeated characters count once."""
     words = sum(map(len, re.findall("[a-z]{4,}|[A-Z]{4,}", token)))
     once = min(len(token), len({token[at : at + _SAME] for at in range(len(token) - _SAME + 1)}) + _SAME - 1)
     if 4 * words >= 3 * sum(map(str.isalnum, token)):

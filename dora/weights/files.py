@@ -159,10 +159,7 @@ def laid_out(headers: Iterable[TensorHeader]) -> list[TensorHeader]:
 
 
 def copy_tensor(tensor: Any, header: TensorHeader, target: mmap.mmap, offset: int) -> None:
-    """Copies a tensor (torch or numpy) to its offset in a mapped file, converted and row-major, in one pass.
-
-    Raises InvalidValue if numpy lacks the dtype.
-    """
+    """Converts a tensor into a mapped file at its offset, in one pass. Raises InvalidValue if numpy lacks the dtype."""
     if not header.content_bytes:
         return
     count = header.content_bytes // DTYPE_BYTES[header.dtype]

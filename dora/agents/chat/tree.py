@@ -174,9 +174,7 @@ class SessionTree:
     def ask_restored(
         self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any], *, is_thinking: bool
     ) -> Ask:
-        """Returns the ask of a restored branch's last answer, and takes that off the branch. The answer follows
-        ``messages``, or a prompt of token ids.
-        """
+        """Takes the last answer, to ``messages`` or a prompt, off a restored branch. Returns the ask of that answer."""
         root = self._roots.setdefault(context_key(tools, options), _Node()) if messages else None
         (branch,) = self.branches
         first, end = branch.turns.pop()

@@ -182,10 +182,7 @@ class HarnessEpisodes:
     async def _watched(
         self, running: asyncio.Task[Any], agent: AgentSession, left_s: float, *, until_begun: bool = False
     ) -> float:
-        """Waits for the episode's end, or its first turn. Returns the time left. The policy's turns do not count.
-
-        Raises Failed when the time is over.
-        """
+        """Waits for the end or first turn. Returns the time left, without the policy's turns. Raises Failed at 0."""
         loop = asyncio.get_running_loop()
         begun = asyncio.create_task(agent.begun.wait())
         try:

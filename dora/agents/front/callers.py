@@ -41,10 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The credentials and session of a request.
-
-    ``own`` is the session whose key it has, which was compared. ``method`` is what the request does.
-    """
+    """The credentials of a request that does ``method``. ``own`` is the session whose key it has, compared."""
 
     key: str = ""
     session_id: str = ""

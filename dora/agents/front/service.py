@@ -147,9 +147,7 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 
 class Service:
     def __init__(self, address: str, token: str, *, tls: Tls | None = None) -> None:
-        """``token`` is of the role environment, or one that may do more. Raises InvalidValue for files of TLS that a
-        client cannot use.
-        """
+        """``token`` must permit what the role environment may. Raises InvalidValue for unusable files of TLS."""
         self._sessions = Sessions(address, token, tls=tls)
 
     async def live(self) -> LiveVersions:

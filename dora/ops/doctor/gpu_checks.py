@@ -74,9 +74,7 @@ def every_gpu(subject: Subject) -> dict[str, Any]:
 
 
 def rates_of(device: "torch.device", copied: int = COPY_BYTES, side: int = SIDE) -> dict[str, float]:
-    """Measures GB/s within the memory and each way over the bus, and TFLOP/s in bfloat16. Raises Failed if the bytes or
-    the product are wrong.
-    """
+    """Measures GB/s in memory and each way over the bus, and bfloat16 TFLOP/s. Raises Failed if results are wrong."""
     import torch
 
     on_gpu = device.type == "cuda"

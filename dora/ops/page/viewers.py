@@ -51,9 +51,7 @@ class Viewers:
             self._open -= 1
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yields the updates after ``after``, several together if the caller is slow. If too many were missed, yields
-        RELOAD and continues with the latest.
-        """
+        """Yields the updates after ``after``. If too many were missed, yields RELOAD and continues with the latest."""
         seen = after
         while not self._is_closed:
             news = self._news
