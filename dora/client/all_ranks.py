@@ -21,7 +21,7 @@ class AllRanks:
     """A module, or a mapping of names to tensors, sharded over the ranks. The same on every rank."""
 
     def __init__(self, weights: Any, group: Any = None) -> None:
-        """``group``: a torch.distributed group, led by its rank 0; None: all ranks. Raises InvalidValue."""
+        """``group`` is a torch.distributed group, led by its rank 0, or None for all ranks. Raises InvalidValue."""
         if is_module(weights):
             self._tensors = state_of(weights)
             self._config = {**config_of(unwrapped(weights)), "tie_word_embeddings": False}  # as ``headers`` decides
@@ -81,7 +81,6 @@ class AllRanks:
             yield name, detached.full_tensor() if hasattr(detached, "full_tensor") else detached
 
     def _told(self, go: bool | None) -> bool:
-        """Broadcasts the leader's decision and returns it; ``go`` is None on the other ranks."""
         import torch
         import torch.distributed as dist
 

@@ -22,8 +22,6 @@ _CANCEL_S: Final = 5.0  # wait for the end of an interrupted call
 
 
 class _Thread:
-    """Runs an event loop in a thread, until :meth:`end`."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._stop = asyncio.Event()
@@ -51,8 +49,6 @@ class _Thread:
 
 
 class _Shared:
-    """The thread shared by the process's open clients, and their number."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.loop: asyncio.AbstractEventLoop | None = None  # once a client was opened
@@ -105,8 +101,8 @@ def _stand_still(is_failed: bool = False) -> None:
     """Returns unless the interpreter ends. Then a daemon thread stands still, as it would in any other blocking call:
     executors and loops are being closed under it, which is no error of the thread's.
 
-    ``is_failed``: after an error, which may be that of an executor that was closed. The interpreter closes executors,
-    and waits for their work, while its main thread still counts as alive.
+    ``is_failed`` is set after an error, which may be that of an executor that was closed. The interpreter closes
+    executors, and waits for their work, while its main thread still counts as alive.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main and (not main.is_alive() or (is_failed and _are_executors_closed())):

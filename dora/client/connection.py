@@ -41,8 +41,8 @@ class Connection:
     def __init__(
         self, address: str, token: str | Path, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None
     ) -> None:
-        """``tls`` None: that of DORA_TLS and the like. Raises InvalidValue for a token that is not printable ASCII, and
-        for TLS files that cannot be used.
+        """If ``tls`` is None, it is that of DORA_TLS and the like. Raises InvalidValue for a token that is not
+        printable ASCII, and for TLS files that cannot be used.
         """
         self.address = address
         self.another = partial(Connection, address, token, max_message_bytes, tls)  # makes one to the same service
@@ -52,7 +52,7 @@ class Connection:
 
     @property
     def channel(self) -> ProvenChannel:
-        """Raises InvalidValue for an address that is not host:port."""
+        """Opens the channel. Raises InvalidValue for an address that is not host:port."""
         if self._channel is None:
             self._channel = proven_channel(self.address, self._prover, self.max_message_bytes)
             loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class Connection:
         return self._channel
 
     def stub(self, kind: Callable[[grpc.aio.Channel], Stub]) -> Stub:
-        """A generated stub, for example ``stub(TrainerStub)``. Raises as :attr:`channel`."""
+        """Returns a generated stub, for example ``stub(TrainerStub)``. Raises as :attr:`channel`."""
         return kind(self.channel)
 
     async def call(self, method: Method[Reply], request: Any, timeout_s: float | None = None) -> Reply:
@@ -121,7 +121,7 @@ class Connections:
 
     @contextmanager
     def for_a_call(self) -> Iterator[Connection]:
-        """The connection with the fewest calls, for one more; a new one if all are full."""
+        """Yields the connection with the fewest calls, for one more. If all are full, yields a new one."""
         connection = min(self._calls, key=lambda each: self._calls[each])
         if self._calls[connection] >= CALLS_EACH:
             connection = connection.another()
@@ -148,8 +148,8 @@ class Client:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         tls: Tls | None = None,
     ) -> None:
-        """``token``: or the Path of a private file that has it, which is read again for each session; it may be empty
-        for a client whose certificate has a role. Raises as :class:`Connection`.
+        """``token`` may be the Path of a private file that has it, which is read again for each session. It may be
+        empty for a client whose certificate has a role. Raises as :class:`Connection`.
         """
         self._connection = Connection(address, token, max_message_bytes, tls)
 
@@ -165,10 +165,7 @@ class Client:
 
 @dataclass(slots=True)
 class Patience:
-    """Retry delays of a client: they grow from ``first_s`` to ``longest_s``, for ``total_s`` in all.
-
-    Progress resets them.
-    """
+    """Retry delays of a client, from ``first_s`` to ``longest_s`` and ``total_s`` in all. Progress resets them."""
 
     total_s: float
     first_s: float = 0.05

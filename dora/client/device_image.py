@@ -35,14 +35,14 @@ class Images:
         self._has_refused = False
 
     def begin(self, image_bytes: int) -> "Image | None":
-        """Begins the image of another version; None: an engine reads the image before."""
+        """Begins the image of another version. Returns None while an engine reads the one before."""
         if not self._void():
             self._refuse("an engine still reads the one before")
             return None
         return Image(self, image_bytes)
 
     def memory(self, image_bytes: int, device: "torch.device") -> "torch.Tensor | None":
-        """Returns memory for an image of tensors on ``device``; None: there can be none."""
+        """Returns memory for an image of tensors on ``device``, or None if there can be none."""
         if self._memory is not None and (len(self._memory), self._memory.device) != (image_bytes, device):
             self._memory = None
         if self._memory is None:

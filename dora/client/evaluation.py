@@ -21,10 +21,7 @@ class Evaluation:
     """
 
     def __init__(self, connection: Connection, request: pb.EvaluateRequest) -> None:
-        """Sends the request. Its errors are raised when the evaluation is awaited.
-
-        Raises LimitExceeded before sending a message over the limit.
-        """
+        """Sends the request; awaiting raises its errors. Raises LimitExceeded for a message over the limit at once."""
         check_message_bytes("EvaluateRequest", request, connection.max_message_bytes)
         self.requested = len(request.prompts)
         self.evaluation_id = ""

@@ -101,7 +101,7 @@ def share_storage(tensor: Any, other: Any) -> bool:
 
 
 def config_of(module: Any) -> dict[str, Any]:
-    """Returns ``module.config`` as a dict. It may be a transformers configuration, a mapping, or an object."""
+    """Returns ``module.config``, a transformers configuration, a mapping, or an object, as a dict."""
     config = getattr(module, "config", None)
     if callable(to_dict := getattr(config, "to_dict", None)):
         config = to_dict()
@@ -117,7 +117,6 @@ def _inner(module: Any) -> Any:
 
 
 def _is_cut(tensor: Any) -> bool:
-    """Whether it is a DTensor that this rank holds in part, or as a sum that is not reduced yet."""
     if not hasattr(tensor, "full_tensor"):
         return False
     mesh, placements = tensor.device_mesh, tensor.placements

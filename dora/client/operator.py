@@ -27,7 +27,7 @@ class Operator(Client):
     async def watch(self, period_ms: int = 500, *, only_new: bool = False) -> AsyncIterator[pb.Status]:
         """Yields the status at most every ``period_ms``, until the service ends the stream or the caller stops.
 
-        ``only_new``: without steps that were yielded before, and with the moves since then.
+        With ``only_new``, leaves out steps that were yielded before, and has the moves since then.
         """
         check_count("period_ms", period_ms)
         stream = self._stub.WatchStatus(pb.WatchRequest(period_ms=period_ms, only_new=only_new))
@@ -38,8 +38,8 @@ class Operator(Client):
             stream.cancel()
 
     async def examine(self, *, probe: bool = False) -> AsyncIterator[pb.ExaminedHost]:
-        """Examines every host, and yields each result as it comes. ``probe``: each host also sends KV blocks to others
-        and back, and fetches chunks of the newest version. Raises Conflict if another one is under way.
+        """Examines every host, and yields each result as it comes. With ``probe``, each host also sends KV blocks to
+        others and back, and fetches chunks of the newest version. Raises Conflict if another one is under way.
         """
         stream = self._stub.Examine(pb.ExamineRequest(probe=probe))
         try:
@@ -51,14 +51,14 @@ class Operator(Client):
     async def trajectories(
         self, state: str = "", limit: int = 0, *, offset: int = 0, worker: str = ""
     ) -> pb.TrajectoriesReply:
-        """Lists the trajectories in ``state`` and of ``worker`` (empty: all), at most ``limit`` (0: 100)."""
+        """Lists the trajectories in ``state`` and of ``worker`` (empty for all), at most ``limit`` (0 for 100)."""
         check_count("limit", limit)
         check_count("offset", offset)
         request = pb.TrajectoriesRequest(state=state, limit=limit, offset=offset, worker=worker)
         return await self._connection.call(self._stub.ListTrajectories, request, self._timeout_s)
 
     async def trajectory(self, trajectory_id: str, first_token: int = 0, tokens: int = 0) -> pb.ShownTrajectory:
-        """Returns a trajectory, a committed one if the service keeps a record, with at most ``tokens`` (0: 4,096)."""
+        """Returns a trajectory, a committed one too if there is a record, with at most ``tokens`` (0 for 4,096)."""
         check_count("first_token", first_token)
         check_count("tokens", tokens)
         request = pb.ShowTrajectoryRequest(trajectory_id=trajectory_id, first_token=first_token, tokens=tokens)
@@ -69,11 +69,11 @@ class Operator(Client):
         return await self._connection.call(self._stub.Migrate, request, self._timeout_s)
 
     async def drain(self, worker_id: str) -> pb.OperatorReply:
-        """``worker_id`` may also be the name of a host, to drain all its workers."""
+        """Takes a worker, or all workers of the host that ``worker_id`` names, out of service."""
         return await self._connection.call(self._stub.Drain, pb.DrainRequest(worker_id=worker_id), self._timeout_s)
 
     async def scale(self, workers: int, host: str = "") -> pb.OperatorReply:
-        """``host`` empty: the total of all hosts."""
+        """Sets the number of workers of a host, or in total if ``host`` is empty."""
         check_count("workers", workers)
         request = pb.ScaleRequest(workers=workers, host=host)
         return await self._connection.call(self._stub.Scale, request, self._timeout_s)
@@ -84,8 +84,8 @@ class Operator(Client):
     async def checkpoint(self, name: str = "") -> pb.CheckpointReply:
         """Returns once all data generated and acknowledged so far is on disk.
 
-        ``name``: also keeps the newest version in the state folder, under this name. Raises Conflict if the service has
-        no state folder or the name is taken, InvalidValue for a name that is not allowed.
+        With a ``name``, also keeps the newest version in the state folder, under this name. Raises Conflict if the
+        service has no state folder or the name is taken, InvalidValue for a name that is not allowed.
         """
         return await self._connection.call(self._stub.Checkpoint, pb.CheckpointRequest(name=name), self._timeout_s)
 

@@ -79,9 +79,9 @@ class Prompts(Client):
     ) -> Evaluation:
         """Samples prompts, given as in :meth:`submit`, under one version beside training. No step trains on them.
 
-        ``version``: a live version; None: the newest that workers may load. ``share``: the share of that version's
-        slots and KV that is allotted to the evaluation (0 to 0.5, over all evaluations); 0: only slots that training
-        leaves idle. ``name``: shown to operators.
+        ``version`` is a live version, or None for the newest that workers may load. ``share`` of that version's slots
+        and KV is allotted to the evaluation (0 to 0.5, over all evaluations); with 0 it gets only slots that training
+        leaves idle. ``name`` is shown to operators.
 
         Iterate over the result, or await its ``whole()``. That raises InvalidValue for a refused prompt, NotFound for a
         version that is not live, Conflict for a duplicate id or while the service drains, LimitExceeded for too many

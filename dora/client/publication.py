@@ -78,7 +78,7 @@ def take_weights(
 ) -> Taken:
     """Copies ``weights`` into ``folder`` as safetensors files. The caller may change them once this returns.
 
-    ``images``: tensors on a GPU get an image there too.
+    With ``images``, tensors on a GPU get an image there too.
 
     A module's tensors get their checkpoint names, whatever wraps it. Floating point tensors are written in the dtypes
     of ``expected``. Raises InvalidValue for the first tensor that does not match ``expected`` (if that is not empty),
@@ -102,7 +102,6 @@ def take_weights(
 def _take_gathered(
     weights: AllRanks, expected: Sequence[TensorHeader], folder: Path, spare: Spare | None, images: Images | None
 ) -> Taken:
-    """Copies weights gathered from all ranks. Notifies the ranks if this one refuses."""
     by_name = {header.name: header for header in expected}
     was_read = False
 
@@ -157,7 +156,7 @@ def weight_paths(weights: object) -> tuple[Path, ...]:
 
 
 def canary_of(weights: Weights, expected: Sequence[TensorHeader]) -> Canary | None:
-    """The canary of a module as published; None for weights that cannot run: tensors by name, files, FSDP1 shards."""
+    """Returns a module's canary as published; None for weights that cannot run: named tensors, files, FSDP1 shards."""
     if not is_module(weights) or is_sharded(weights):
         return None
     module = unwrapped(weights)
@@ -177,9 +176,7 @@ def files_to_wire(files: Sequence[WeightFile]) -> list[pb.WeightFile]:
 async def upload(
     connection: Connection, method: Any, epoch: int, version: int, taken: Taken, base: Uploaded | None = None
 ) -> Uploaded:
-    """Uploads the copied weights, or their difference from ``base`` if that is faster. Raises as the connection's
-    calls.
-    """
+    """Uploads the copied weights, or their difference from ``base`` if faster. Raises as the connection's calls."""
     chunk_bytes = min(WEIGHT_CHUNK_BYTES, connection.max_message_bytes - _CHUNK_OVERHEAD_BYTES)
     bytes_per_s = base.bytes_per_s if base is not None else math.inf
     for file in taken.identities:
@@ -196,7 +193,7 @@ async def upload(
 
 
 def _delta(taken: Taken, base: Uploaded | None, file: WeightFile, piece_bytes: int) -> Delta | None:
-    """None without a base, or if a full upload of the file is faster."""
+    """Returns None without a base, or if a full upload of the file is faster."""
     if base is None or base.file(file.name) is None:
         return None
     delta = Delta(taken, base, file, piece_bytes)

@@ -31,8 +31,6 @@ class Commit:
 
 
 class Publication:
-    """The publication of one version."""
-
     def __init__(
         self,
         session: TrainerSession,
@@ -46,7 +44,7 @@ class Publication:
     ) -> None:
         """Starts at once. ``canary`` is computed from the copied weights, in a separate thread.
 
-        ``lease_again`` is called after the trainer has attached again. ``replayed``: ids of the step's replays.
+        ``lease_again`` is called after the trainer has attached again. ``replayed`` has the ids of the step's replays.
         """
         self.step = step
         self.commit: Commit | None = None  # set once committed
@@ -146,7 +144,7 @@ async def settle(session: TrainerSession) -> None:
 async def end(session: TrainerSession, hurried: bool) -> None:
     """Waits, at the end of a session, for the commit in progress, and raises its error.
 
-    ``hurried``: waits a few seconds and raises nothing; a commit that has not ended then is cancelled.
+    If ``hurried``, waits a few seconds and raises nothing. A commit that has not ended then is cancelled.
     """
     publication = session.publishing
     if publication is None:

@@ -35,8 +35,6 @@ _LENGTH_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that may be replayed."""
-
     group_id: str
     version: int  # that sampled it
     trained_step: int  # the step that it was delivered to
@@ -45,7 +43,7 @@ class Candidate:
 
     @classmethod
     def of(cls, group: TrajectoryGroup, window_versions: int) -> "Candidate":
-        """``window_versions``: the window of a group that does not name the one it was admitted in."""
+        """Describes a group. ``window_versions`` is its window if the group does not name one."""
         first = group.trajectories[0]
         window = first.window_versions or window_versions
         version = first.behaviour_version
@@ -73,7 +71,7 @@ class ReplayPlanner:
             raise InvalidValue("replay.by", self.by, " or ".join(get_args(ReplayBy)))
 
     def count(self, step: int, groups_per_step: int) -> int:
-        """The replays of ``step`` beside its ``groups_per_step`` fresh groups.
+        """Returns the number of replays of ``step`` beside its ``groups_per_step`` fresh groups.
 
         Steps 0 to n together never have more than the share, and less than one group fewer.
         """
@@ -82,7 +80,7 @@ class ReplayPlanner:
         return math.floor((step + 1) * replays) - math.floor(step * replays)
 
     def choose(self, step: int, groups_per_step: int, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """The replays of ``step``, best first: fewer if fewer candidates are of earlier steps and in their bound."""
+        """Returns the replays of ``step``, best first. Only candidates of earlier steps within their bound count."""
         allowed = [each for each in candidates if each.trained_step < step <= each.deadline]
         allowed.sort(key=self._order)
         return allowed[: self.count(step, groups_per_step)]
@@ -120,9 +118,10 @@ class ReplayBuffer:
             raise Conflict("replay.share", self.planner.share, allowed, why)
 
     def begin(self, step: int, groups_per_step: int, window_versions: int) -> tuple[TrajectoryGroup, ...]:
-        """The replays of ``step``, with its number and their staleness in it. Call it once before the step's groups.
+        """Returns the replays of ``step``, with its number and their staleness in it. Call it once before the step's
+        groups.
 
-        A step that begins again has the same replays. ``window_versions``: of groups that do not name their window.
+        A step that begins again has the same replays. ``window_versions`` is for groups that name no window.
         """
         if step <= self._step:
             self._held |= self._chosen
@@ -144,14 +143,11 @@ class ReplayBuffer:
             del self._held[min(self._held, key=lambda name: (self._held[name][1].trained_step, name))]
 
     def to_bytes(self) -> bytes:
-        """The groups that later steps may replay, for a checkpoint."""
+        """Returns the groups that later steps may replay, for a checkpoint."""
         return b"".join(_framed(group) for group, _ in self._held.values())
 
     def restore(self, content: bytes, window_versions: int, decoder: Decoder | None = None) -> None:
-        """Replaces the content by that of :meth:`to_bytes`. ``decoder``: of the groups' texts.
-
-        Raises InvalidValue for other bytes.
-        """
+        """Restores :meth:`to_bytes`'s content. ``decoder`` decodes texts. Raises InvalidValue for other bytes."""
         groups = list(_groups(content, decoder))
         self._step, self._chosen = -1, {}
         self._held = {each.group_id: (each, Candidate.of(each, window_versions)) for each in groups}

@@ -82,14 +82,15 @@ class TrainerSession:
     ) -> None:
         """Does not connect yet.
 
-        ``take_over``: the first attach replaces another living trainer, which is fenced; otherwise it raises Conflict.
+        With ``take_over``, the first attach replaces another living trainer, which is fenced; otherwise it raises
+        Conflict.
 
         ``name`` is shown to operators. ``connect_s`` and ``reconnect_s`` limit the retries of the first contact and
-        after a broken connection. ``tokenizer``: the model folder whose tokenizer decodes texts; default: the
-        service's, which requires a shared host. ``token``: or the Path of a private file that has it,
-        which is read again for each session; it may be empty for a client whose certificate has a role.
-        ``tls`` None: that of DORA_TLS and the like. ``replay``: the source of ``Step.replays``. Raises
-        InvalidValue for a token that is not printable ASCII, and for TLS files that cannot be used.
+        after a broken connection. ``tokenizer`` is the model folder whose tokenizer decodes texts; the default is the
+        service's, which requires a shared host. ``token`` may be the Path of a private file that has it, which is read
+        again for each session; it may be empty for a client whose certificate has a role. If ``tls`` is None, it is
+        that of DORA_TLS and the like. ``replay`` is the source of ``Step.replays``. Raises InvalidValue for a token
+        that is not printable ASCII, and for TLS files that cannot be used.
         """
         self.connection = Connection(address, token, max_message_bytes, tls)
         self.patience = Patience(reconnect_s)
@@ -132,7 +133,7 @@ class TrainerSession:
 
     @property
     def stub(self) -> TrainerStub:
-        """Raises Conflict outside ``async with``."""
+        """The generated stub. Raises Conflict outside ``async with``."""
         if self._stub is None:
             used = "used within: async with dora.Trainer(...) as trainer"
             raise Conflict("trainer", self._name, used, why="is not open")
@@ -167,7 +168,7 @@ class TrainerSession:
         return Path(self.attachment.model)
 
     def stream_step(self, step: int) -> Any:
-        """Opens the stream of a step's groups; its messages are those of :func:`dora.rpc.packed.split`."""
+        """Opens the stream of a step's groups, whose messages are those of :func:`dora.rpc.packed.split`."""
         request = pb.StreamStepRequest(trainer_epoch=self.attachment.epoch, step=step, packed=True)
         stream = self.connection.channel.unary_stream(
             STREAM_STEP, request_serializer=pb.StreamStepRequest.SerializeToString, response_deserializer=split
@@ -175,7 +176,7 @@ class TrainerSession:
         return stream(request)
 
     async def attach(self, groups: int = 0) -> Attachment:
-        """Becomes the service's only active trainer. ``groups``: the groups per step; 0 keeps the service's number.
+        """Becomes the service's only active trainer. ``groups`` per step; 0 keeps the service's.
 
         :meth:`Trainer.steps` calls it if needed; call it before to get the model's folder. Raises Conflict if another
         trainer lives and ``take_over`` is False, InvalidValue if the service refuses ``groups``, Unauthenticated, and
@@ -195,10 +196,7 @@ class TrainerSession:
                 await patience.wait(error)
 
     async def attached(self, groups: int = 0) -> Attachment:
-        """Returns the attachment to start the steps from. Attaches, unless just done with this number of groups.
-
-        Raises as :meth:`attach`.
-        """
+        """Returns the attachment. Attaches unless just done with this ``groups``. Raises as :meth:`attach`."""
         if self._attachment is None or self._begun or groups not in (0, self._groups_per_step):
             await self.attach(groups or self._groups_per_step)
         self._begun = True
@@ -237,7 +235,6 @@ class TrainerSession:
         return taken, lambda: canary
 
     def _skeleton_of(self, weights: Weights) -> Skeleton | None:
-        """The skeleton of a module, made once."""
         module = unwrapped(weights) if is_module(weights) else None
         if self._skeleton is None or self._skeleton.module is not module:
             self._skeleton = Skeleton.of(weights, config_of(module)) if module is not None else None
@@ -273,7 +270,6 @@ class TrainerSession:
         return _thread.submit(function)
 
     def _scratch_parent(self) -> Path | None:
-        """The parent folder of copies to upload: in memory if there is room; None: the system's temporary folder."""
         try:
             room = os.statvfs(_SHARED_MEMORY)
         except OSError:
@@ -327,7 +323,7 @@ class TrainerSession:
 
 
 def _spare(incoming: Path, file_bytes: int) -> Spare | None:
-    """None without room; taking the weights then reports the error."""
+    """Allocates space. Returns None without room; taking the weights then reports the error."""
     try:
         return Spare.made(incoming, file_bytes, incoming.parent.parent / RECYCLED_FOLDER / WEIGHTS_FILE)
     except OSError:

@@ -56,9 +56,7 @@ class Served:
 
 @dataclass(slots=True)
 class Session:
-    """One session of a prompt with an environment. ``response`` has the tokens of its present branch, given ones
-    included.
-    """
+    """One session of a prompt with an environment. ``response`` has the tokens of its present branch."""
 
     session_id: str
     group_id: str
@@ -90,11 +88,11 @@ class Session:
     ) -> Turn:
         """Gives tokens, and returns the next turn once it has ended. A call that was interrupted may be repeated.
 
-        ``max_tokens``: sampled tokens, at most; 0: as the prompt's sampling says. ``name``: of what gave the tokens.
-        ``sampling``: parameters of this turn alone, as a prompt has them; others are the session's.
-        ``prompt_logprobs``: the turn has those of all tokens before it, which are prefilled whole for that.
+        ``max_tokens`` limits the sampled tokens; 0 is the limit of the prompt's sampling. ``name`` says what gave the
+        tokens. ``sampling`` has parameters of this turn alone, as a prompt has them; others are the session's. With
+        ``prompt_logprobs``, the turn has those of all tokens before it, which are prefilled whole for that.
         ``after_turn`` and ``first_token`` fork the session: the tokens follow the first ``first_token`` response tokens
-        of that turn (None: all) instead of the last turn.
+        of that turn (None for all) instead of the last turn.
 
         Raises InvalidValue for tokens outside the vocabulary or the context or an unknown place, Conflict for a session
         that has ended or a turn that was asked in another way, LimitExceeded for too many forks, NotFound for a session
@@ -123,7 +121,6 @@ class Session:
         return turn
 
     async def _whole(self, given_token_ids: Sequence[int], request: pb.TurnRequest) -> Turn:
-        """Asks a turn, which becomes the session's last one."""
         parts: list[Turn] = []
         async with aclosing(self._pieces(request)) as pieces:
             async for piece in pieces:
@@ -209,10 +206,10 @@ class Session:
         is_cached: bool = False,
         is_warm: bool = False,
     ) -> None:
-        """Ends the session with what it has. ``reward`` None: the sum of ``turn_rewards``, which are those of single
-        turns by their numbers; without these, the service's reward function scores the response. Components and log are
-        cut to the limits of :mod:`dora.data.verdict`. For the service's counters, ``is_cached``: the reward is
-        that of an equal session; ``is_warm``: the environment had been prepared ahead.
+        """Ends the session with what it has. A ``reward`` of None is the sum of ``turn_rewards``, which are those of
+        single turns by their numbers; without these, the service's reward function scores the response. Components and
+        log are cut to the limits of :mod:`dora.data.verdict`. The service counts rewards that are those of an equal
+        session (``is_cached``), and environments that had been prepared ahead (``is_warm``).
         """
         kept, said = remarks(components, log)
         request = pb.EndSessionRequest(
@@ -237,9 +234,9 @@ class Session:
         self.turn = Turn(0, np.zeros(0, np.int32), np.zeros(0, np.float32), None)
 
     async def fail(self, reason: str, fault: Literal["session", "another", "prompt"] = "session") -> str:
-        """Gives up the session, as its environment has failed. Returns the id of the one in its place; empty: none.
+        """Gives up the session, as its environment has failed. Returns the id of the one in its place, if any.
 
-        ``fault``: whose it is. That of ``another`` session, which ended the environment's process, counts for no
+        ``fault`` says whose it is. That of ``another`` session, which ended the environment's process, counts for no
         replacement; if it is the ``prompt``, whose sessions all fail, its group is cancelled.
         """
         request = pb.FailSessionRequest(
@@ -285,9 +282,9 @@ class Sessions(Client):
         ``prompt`` is given as in :meth:`dora.Prompts.submit`. It may be empty, as ``Prompt("id", "", ())``: then the
         first turn of each session brings its prompt (:meth:`Session.begin`). With a prompt, the sessions are returned
         as their first turns have ended. A call that was interrupted may be repeated with the same prompt id. The id is
-        free once a step has trained on the group: ``again`` opens no new one, so that a caller that may have ended all
-        of its sessions raises NotFound. ``version``: the one that samples all turns. The group does not wait for the
-        window then: it is admitted or refused at once. None: the version that the window gives.
+        free once a step has trained on the group. With ``again`` no new group is opened: a caller that may have ended
+        all of its sessions gets NotFound. ``version`` samples all turns. The group does not wait for the window then:
+        it is admitted or refused at once. If it is None, the window gives the version.
 
         Raises InvalidValue for a refused prompt, Conflict for an id in use or a version that admits no new group,
         LimitExceeded for too many sessions or a version for whose group the window has no room.
@@ -305,10 +302,7 @@ class Sessions(Client):
         raise ServiceUnavailable(f"{len(found)} of {size} sessions had come: the service ended the stream")
 
     async def find(self, session_id: str) -> Session:
-        """Returns a session of a group that was opened, by this client or another, at the end of its turn under way.
-
-        Raises NotFound.
-        """
+        """Returns a session of a group that any client opened, at the end of its turn under way. Raises NotFound."""
         check_text(session_id, "session_id")
         with self._connections.for_a_call() as connection:
             request = pb.FindSessionRequest(session_id=session_id)
@@ -319,7 +313,7 @@ class Sessions(Client):
         self, address: str, noted: Callable[[], None], *, secure: bool = False, leaving: bool = False
     ) -> None:
         """Tells the service of an HTTP front at ``address`` until the service ends the call. ``noted`` is called once
-        it knows. ``leaving``: that the front has been stopped, and is not lost.
+        it knows. ``leaving`` says that the front has been stopped, and is not lost.
 
         Raises InvalidValue, LimitExceeded, ServiceUnavailable.
         """
@@ -333,10 +327,7 @@ class Sessions(Client):
                 replies.cancel()
 
     async def withdraw(self, prompt_id: str, reason: str = "") -> None:
-        """Cancels a group that was opened with this prompt id, or takes it back from the queue. May be repeated.
-
-        Raises InvalidValue, NotFound.
-        """
+        """Cancels or unqueues the group of this prompt id. May be repeated. Raises InvalidValue, NotFound."""
         check_text(prompt_id, "prompt_id")
         check_text(reason, "reason")
         request = pb.WithdrawRequest(prompt_id=prompt_id, reason=reason)

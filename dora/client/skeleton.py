@@ -25,7 +25,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, weights: object, config: Mapping[str, Any]) -> Self | None:
-        """None if unsupported: no module, sharded, compiled, not in host memory, or not copyable.
+        """Returns None if unsupported: no module, sharded, compiled, not in host memory, or not copyable.
 
         On another device the copy would need room for a second model, and the pass takes only milliseconds.
         """

@@ -132,12 +132,12 @@ class Step:
 
         Returns once the weights are copied: they may change then, and training may continue. Hashing, checks and the
         commit run in the background. The trainer's next call, whichever that is, raises their error once; the step is
-        not committed then, and the commit can be retried. ``wait``: return when the service has the version.
+        not committed then, and the commit can be retried. With ``wait``, it returns once the service has the version.
 
         ``weights`` is a torch module (also one wrapped by torch.compile, DDP or FSDP1), tensors by checkpoint name
         (torch or numpy), or safetensors file(s) or folder. A module's canary is computed; for other weights it may be
-        given. ``metrics`` are shown to operators; "alarm_x" beside "x" says that x exceeds this bound. ``waited_s``:
-        the trainer's idle time in this step; default: the time spent waiting for its groups. Set it if the trainer
+        given. ``metrics`` are shown to operators; "alarm_x" beside "x" says that x exceeds this bound. ``waited_s`` is
+        the trainer's idle time in this step, by default the time spent waiting for its groups. Set it if the trainer
         works while it waits. Repeating a commit is safe: a step is committed once.
 
         Raises at once: Conflict before all groups were taken, InvalidValue for weights that do not match the model or a

@@ -50,7 +50,6 @@ class Taken:
     """Complete copies of files that have no more writers. They stay readable if their folder is removed."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """``names``: files in ``folder``."""
         self._open: dict[str, int] = {}
         self.identities: tuple[WeightFile, ...] = ()  # set by examine
         self.image: Image | None = None  # of the one file, on the trainer's GPU
@@ -72,10 +71,7 @@ class Taken:
         return self.identities
 
     def bring(self, folder: Path) -> None:
-        """Ensures that the files are in ``folder``, copying those that are not, and offers their image there.
-
-        Raises OSError.
-        """
+        """Ensures that the files are in ``folder``, and offers their image there. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, opened in self._open.items():
             target = folder / name
@@ -96,7 +92,6 @@ class Taken:
         return {name: Path(f"/proc/self/fd/{opened}") for name, opened in self._open.items()}
 
     def remove(self, folder: Path) -> None:
-        """Removes the files from ``folder``."""
         for name in self._open:
             (folder / name).unlink(missing_ok=True)
 
@@ -105,7 +100,7 @@ class Taken:
         return {name: memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ)) for name, opened in self._open.items()}
 
     def close(self) -> None:
-        """May be repeated."""
+        """Closes the files. May be repeated."""
         for opened in self._open.values():
             os.close(opened)
         self._open = {}
@@ -155,9 +150,7 @@ def take_tensors(
 
 
 def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
-    """Copies files into ``folder``, except the tensor named ``without``. Raises OSError if there is no room. After an
-    error no file is left.
-    """
+    """Copies files into ``folder``, without the tensor ``without``. Raises OSError; then no file is left."""
     folder.mkdir(parents=True, exist_ok=True)
     targets: list[Path] = []
     try:
@@ -185,7 +178,6 @@ def take_files(paths: Sequence[Path], folder: Path, without: str = "") -> Taken:
 
 
 def _take_spare(spare: Spare | None, unfinished: Path, file_bytes: int) -> mmap.mmap | None:
-    """Maps the spare file under its new name and size; None if it is missing or too small."""
     if spare is None or len(spare.room) < file_bytes:
         return None
     try:
@@ -202,7 +194,6 @@ def _private(path: str, flags: int) -> int:
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """Creates a file of this size with allocated space and mapped pages."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, file_bytes)

@@ -140,7 +140,7 @@ class CostConfig(Section):
 
     def check(self, place: str) -> None:
         """Raises InvalidValue if a step takes no time: no forecast would be possible, and a simulated engine would
-        generate without end at one moment. ``place``: of this section.
+        generate without end at one moment. ``place`` names this section.
         """
         if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
             raise InvalidValue(f"{place}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")

@@ -272,7 +272,7 @@ class ServiceConfig(Section):
 
 
 class TlsConfig(Section):
-    """TLS of every port of the service, its workers and its hosts: none of the files named, none."""
+    """TLS of every port of the service, its workers and its hosts. Without files there is none."""
 
     folder: str = Field(
         "", description="folder with cert.pem, key.pem and ca.pem, read again when they change; empty: none"

@@ -13,14 +13,14 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_*][A-Za-z0-9_
 
 
 class Section(BaseModel):
-    """Frozen fields, no others."""
+    """A section, whose fields are frozen and known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _only_a_number_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Otherwise ``true`` and ``"1"`` would pass as 1."""
+        """Refuses ``true`` and ``"1"``, which would otherwise pass as 1."""
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool | str) and kind_of(field) in (int, float) and value not in words_of(field):
             raise PydanticCustomError("number", "a number")

@@ -10,7 +10,7 @@ from dora.errors import InvalidValue
 
 
 class ColumnsConfig(Section):
-    """The columns of a file with the fields of a prompt; empty: the field's own name."""
+    """The columns of a file with the fields of a prompt. An empty one has the field's own name."""
 
     prompt: str = Field("", description="a text (own names: `prompt`, `text`)")
     messages: str = Field("", description="a chat: a list of {role, content}")
@@ -150,7 +150,6 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        """Prompts and their period belong together, and nothing has an effect without them."""
         if self.prompts and not self.every:
             raise InvalidValue("evaluation.every", 0, "at least 1, because evaluation.prompts is set")
         for name in ("every", "split", "share", "keep_best") if not self.prompts else ():

@@ -52,7 +52,7 @@ class Config(Section):
     def live_versions(self, kept: int = 0) -> int:
         """The number of versions that a host may have to hold: the window's, the next one, and those of evaluations.
 
-        ``kept``: versions of an earlier incarnation, whose window may have been wider.
+        ``kept`` counts versions of an earlier incarnation, whose window may have been wider.
         """
         return max(self.window.most, kept) + 1 + self.evaluation_versions
 
@@ -66,7 +66,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        """Otherwise no prompt of the source could be admitted."""
         longest = self.workers.context_tokens
         if self.rollout.max_tokens >= longest:
             name = "max_model_len_tokens" if self.workers.max_model_len_tokens else "kv_tokens"

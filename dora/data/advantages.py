@@ -63,7 +63,7 @@ def over_sessions(
 ) -> _Float32Array:
     """The advantages of branches, which are those of their sessions: a session with many branches counts once.
 
-    ``sessions``: (group,), the session of each branch. Its reward is the mean of its branches' rewards.
+    ``sessions`` (group,) has the session of each branch. Its reward is the mean of its branches' rewards.
     """
     names, of_branch, branches = np.unique(sessions, return_inverse=True, return_counts=True)
     if len(names) == len(sessions):

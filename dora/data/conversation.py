@@ -70,9 +70,7 @@ class Conversation:
 
 
 def find_session(record: Path, trajectory_id: str) -> list[Trajectory]:
-    """Returns all branches of the session of a recorded trajectory, in order. Raises NotFound, or InvalidValue for a
-    folder that is no record.
-    """
+    """Returns a recorded trajectory's session: its branches in order. Raises NotFound; InvalidValue if not a record."""
     session = session_of(trajectory_id)
     begins = (_line_begin(session) + b'"', _line_begin(session) + b"/")
     siblings = _line_begin(session.rpartition(".")[0] or session) + b"."  # of its group
@@ -90,7 +88,7 @@ def find_session(record: Path, trajectory_id: str) -> list[Trajectory]:
 
 
 def conversation_of(branches: Sequence[Trajectory], decode: Decode | None) -> Conversation:
-    """Returns the session of ``branches``. ``decode`` None: without texts."""
+    """Returns the session of ``branches``, without texts if ``decode`` is None."""
     first = branches[0]
     sampled: list[BoolArray] = []
     for branch in branches:
@@ -145,8 +143,8 @@ def _parsed(line: bytes) -> Trajectory:
 
 
 def _sampled(branch: Trajectory, earlier: Sequence[tuple[Trajectory, BoolArray]]) -> BoolArray:
-    """Marks the tokens that the policy sampled. The loss mask of a shared prefix is 0 throughout: an earlier branch
-    tells which of its tokens were sampled.
+    """Marks the tokens that the policy sampled. The loss mask of a shared prefix is 0 throughout, so an earlier branch
+    says which of its tokens were sampled.
     """
     mask = branch.loss_mask.astype(np.bool_)
     shared = branch.shared_prefix_tokens
@@ -212,7 +210,6 @@ def _turns(branch: Trajectory, is_sampled: BoolArray, decode: Decode | None) -> 
 
 
 def _own_sampling(branch: Trajectory, begin: int) -> dict[str, object]:
-    """Returns the parameters of the turn that begins there, as far as they are not the branch's."""
     usual = asdict(branch.sampling)
     own = asdict(branch.turn_sampling.get(str(begin), branch.sampling))
     return {name: value for name, value in own.items() if value != usual[name]}

@@ -24,7 +24,7 @@ ENDS: Final = ("stop", "length")  # a request's finish reasons
 
 @dataclass(frozen=True, slots=True)
 class EngineHistogram:
-    """``bounds``: upper ones, of all buckets but the last."""
+    """A histogram. ``bounds`` are the upper ones, of all buckets but the last."""
 
     name: str
     meaning: str

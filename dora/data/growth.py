@@ -12,7 +12,7 @@ def has_decided(rewards: Iterable[float]) -> bool:
 
 
 def members_started(size: int, at_once: int, rewards: Iterable[float], late_has_begun: bool) -> int:
-    """Returns the number of members that have started, the first ones. ``rewards``: the valid ones so far.
-    ``late_has_begun``: a member beyond the first ``at_once`` has tokens, or has been replaced.
+    """Returns how many members have started, which are the first ones. ``rewards`` are the valid ones so far. If
+    ``late_has_begun``, a member beyond the first ``at_once`` has tokens, or has been replaced.
     """
     return size if late_has_begun or has_decided(rewards) else at_once

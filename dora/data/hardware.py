@@ -52,7 +52,7 @@ HARDWARE: Final[Mapping[str, Hardware]] = {
 
 
 def find_hardware(name: str, option: str = "--hardware") -> Hardware:
-    """The accelerator of that name, ignoring case. Raises InvalidValue for ``option``, with the nearest name."""
+    """Finds the accelerator of that name, ignoring case. Raises InvalidValue for ``option``, with the nearest name."""
     found = HARDWARE.get(name.lower())
     if found is None:
         raise InvalidValue(option, name, one_of(name, HARDWARE))
@@ -60,8 +60,8 @@ def find_hardware(name: str, option: str = "--hardware") -> Hardware:
 
 
 def hardware_of(model: str) -> Hardware | None:
-    """The data sheet of a GPU by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3"; None: there is
-    none. An A100 and an H100 of other sizes or with PCIe have other sheets.
+    """Returns the data sheet of a GPU by the name that its driver gives it, such as "NVIDIA H100 80GB HBM3", or None.
+    An A100 and an H100 of other sizes or with PCIe have other sheets.
     """
     if model in HARDWARE:
         return HARDWARE[model]

@@ -23,7 +23,7 @@ def input_digest(
     beginning: bytes, sampling: SamplingParams, token_ids: Tokens, runs: Iterable[tuple[int, int]]
 ) -> bytes:
     """Returns a digest of a session's present branch: its ``beginning_digest``, the sampling of its present turn, and
-    the input runs of its response; empty if ``beginning`` is. ``runs``: (first, one after the last).
+    the input runs of its response; empty if ``beginning`` is. ``runs`` are (first, one after the last).
 
     Two histories of one session whose digests are equal have the same tokens as far as both go: sampled tokens follow
     from those before and the sampling of their turn, and that of earlier turns was in the log before the present one

@@ -64,7 +64,7 @@ LatencySigma = Annotated[float, Ge(0.0), Le(3.0)]  # of a million calls the long
 
 
 def check_size_min(size_min: object, group_size: int, field: str) -> None:
-    """Raises InvalidValue for a number of members that cannot start a group of ``group_size`` alone; 0: not given.
+    """Raises InvalidValue for a number of members that cannot start a group of ``group_size`` alone; 0 is not given.
 
     One reward differs from no other, so a group of several starts with two at least.
     """

@@ -79,7 +79,7 @@ class RecordContent:
 
     @property
     def missing_trajectories(self) -> int:
-        """At least so many trajectories of committed steps are not in the record."""
+        """A lower bound of the trajectories of committed steps that are not in the record."""
         return max(0, sum(self._counts.values()) - len(self._written))
 
     def _lines(self, name: str) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ class RecordRun:
 
 
 def run_of(folder: Path) -> RecordRun | None:
-    """Returns the run of a record; None if it says none: it is new, or of an older DORA. Raises InvalidValue."""
+    """Returns the run of a record, or None if it says none: it is new, or of an older DORA. Raises InvalidValue."""
     file = folder / RUN_FILE
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def write_run(folder: Path, run: RecordRun) -> None:
 def set_aside(folder: Path, first: int, until: float) -> Path:
     """Moves what the record has of the steps from ``first`` on into a new folder within it, and returns that folder.
 
-    ``until``: the time of the commit before; groups cancelled later are moved, too. The record must not be open. If a
+    ``until`` is the time of the commit before; groups cancelled later are moved, too. The record must not be open. If a
     crash ends this early, it may be repeated. Raises OSError, and InvalidValue for a line that is no JSON object.
     """
     number = 1
@@ -80,7 +80,6 @@ def set_aside(folder: Path, first: int, until: float) -> Path:
 
 
 def _divide(file: Path, moved: Path, moves: Callable[[dict[str, Any]], bool]) -> None:
-    """Leaves in ``file`` the lines that stay; those that go are first written to ``moved``."""
     rest = file.with_name(f".{file.name}")
     with file.open("rb") as lines, rest.open("wb") as stay, moved.open("wb") as go:
         for number, line in enumerate(lines, start=1):

@@ -61,7 +61,7 @@ class Recorder(RecordContent):
     """Appends to a record, or continues one of an earlier process, even after a torn line."""
 
     def __init__(self, folder: Path, numerics: EngineNumerics = PLAIN_NUMERICS, weights: str = ALL_WEIGHTS) -> None:
-        """``numerics``: of the sampling engines. ``weights``: the setting ``record_weights``.
+        """``numerics`` are of the sampling engines, ``weights`` is the setting ``record_weights``.
 
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
@@ -85,7 +85,6 @@ class Recorder(RecordContent):
         self._doubted: set[int] = set()  # versions of which a write or fsync failed last
 
     def _lines(self, name: str) -> Iterator[bytes]:
-        """Yields a file's lines, and makes them durable."""
         files = {TRAJECTORIES_FILE: self._trajectories, CANCELLED_FILE: self._cancelled, STEPS_FILE: self._steps}
         return files[name].lines()
 
@@ -114,9 +113,7 @@ class Recorder(RecordContent):
             file.close()
 
     def carry_on(self, newest: int, cancelled: Iterable[CancelledGroup]) -> None:
-        """Continues after a restart: removes versions above ``newest``, which were not committed, and writes missing
-        ``cancelled`` groups.
-        """
+        """Continues after a restart: removes versions above ``newest`` and writes missing ``cancelled`` groups."""
         for kept in self._versions.iterdir():
             if kept.name.isdigit() and int(kept.name) > newest:
                 shutil.rmtree(kept)
@@ -134,7 +131,7 @@ class Recorder(RecordContent):
     def commit(self, step: CommittedStep, folder: Path, identity: bytes = b"") -> None:
         """Stores the step's version, then makes the whole record durable, the step's line last.
 
-        ``identity``: of the version's weights; it replaces a version with the same number and another identity.
+        ``identity`` is of the version's weights. It replaces a version with the same number and another identity.
         """
         self.keep_version(step.version, folder, identity)
         self._trajectories.sync()

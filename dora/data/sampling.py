@@ -18,7 +18,7 @@ from dora.errors import InvalidValue, one_of
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The values of one parameter: of ``kind``, from ``least`` to ``most``, none between 0 and ``positive_least``."""
+    """The values of one parameter, of ``kind`` from ``least`` to ``most``; none is between 0 and ``positive_least``."""
 
     kind: type[int] | type[float] | type[bool]
     least: float = 0.0
@@ -26,10 +26,7 @@ class Domain:
     positive_least: float = 0.0
 
     def of(self, value: Any, field: str) -> int | float | bool:
-        """Returns ``value`` as ``kind``: an integer may stand for any number, and true or false for none.
-
-        Raises InvalidValue.
-        """
+        """Returns ``value`` as ``kind``. An integer may stand for any number, a bool for none. Raises InvalidValue."""
         kinds = (int, float) if self.kind is float else (self.kind,)
         # Compared without conversion: an integer may be too large for a float.
         fits = type(value) in kinds and self.least <= value <= self.most and not 0 < value < self.positive_least
@@ -55,7 +52,7 @@ class Listing:
     most: int
 
     def of(self, value: Any, field: str) -> tuple[str, ...] | tuple[int, ...]:
-        """``value`` as a tuple; a text stands for a list of one. Raises InvalidValue."""
+        """Returns ``value`` as a tuple; a text stands for a list of one. Raises InvalidValue."""
         parts = [value] if self.kind is str and isinstance(value, str) else value
         if not isinstance(parts, list | tuple) or len(parts) > self.count_most or not all(map(self._fits, parts)):
             raise InvalidValue(field, value, self.allowed())
@@ -119,7 +116,7 @@ def checked_overrides(overrides: Any, field: str) -> dict[str, SamplingValue]:
 
 
 def check_sampling(sampling: SamplingParams, field: str = "sampling", vocab_size: int = 0) -> None:
-    """Raises InvalidValue for the first parameter that an engine would refuse or alter. ``vocab_size`` 0: unknown."""
+    """Raises InvalidValue for the first parameter that an engine would refuse or alter. ``vocab_size`` 0 is unknown."""
     for each in fields(sampling):
         PARAMETERS[each.name].of(getattr(sampling, each.name), f"{field}.{each.name}")
     for token_id in sampling.stop_token_ids:
@@ -130,5 +127,5 @@ def check_sampling(sampling: SamplingParams, field: str = "sampling", vocab_size
 
 
 def effective(sampling: SamplingParams) -> SamplingParams:
-    """The parameters that an engine applies: at temperature 0 it takes the likeliest token, whatever the truncation."""
+    """Returns what an engine applies: at temperature 0 it takes the likeliest token, whatever the truncation."""
     return replace(sampling, top_p=1.0, top_k=0, min_p=0.0) if sampling.temperature == 0.0 else sampling

@@ -48,7 +48,7 @@ class Evaluated:
     score: Score
 
     def to_json_dict(self) -> dict[str, Any]:
-        """One flat object; a value that no response gives is null."""
+        """Returns one flat object. A value that no response gives is null."""
         tree = asdict(self) | asdict(self.score)
         del tree["score"]
         return {name: None if isinstance(each, float) and math.isnan(each) else each for name, each in tree.items()}

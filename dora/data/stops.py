@@ -6,8 +6,8 @@ from collections.abc import Sequence
 def first_stop(text: str, stops: Sequence[str], searched: int = 0) -> tuple[int, str] | None:
     """Returns where the stop string begins that ends first, after the first ``searched`` characters, and which it is.
 
-    Of several that end together it is the longest. However tokens cut the text, the answer is the same. None: there is
-    none.
+    Of several that end together it is the longest. However tokens cut the text, the answer is the same. Returns None
+    without one.
     """
     found = [(text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
     return min(

@@ -16,7 +16,7 @@ DIGITS_MAX: Final = 308  # of an integer: as many as the largest float has
 
 
 def read_json(text: str, field: str, bytes_most: int, depth_most: int = DEPTH_MAX) -> Any:
-    """The value of one JSON text of at most ``bytes_most`` bytes in UTF-8.
+    """Returns the value of one JSON text of at most ``bytes_most`` bytes in UTF-8.
 
     Raises InvalidValue, naming ``field``, for anything else: a text that is too long, too deep or no JSON, NaN,
     Infinity and numbers beyond float64, a key that an object has twice, a whole number of more than 308 digits, half a
@@ -36,9 +36,9 @@ def read_json(text: str, field: str, bytes_most: int, depth_most: int = DEPTH_MA
 
 
 def json_object(file: Path, field: str) -> dict[str, Any]:
-    """The object in a JSON file of a folder that a user gave, such as a model's config.json.
+    """Returns the object in a JSON file of a folder that a user gave, such as a model's config.json.
 
-    Raises InvalidValue, naming ``field`` and the file, where there is none.
+    Raises InvalidValue, naming ``field`` and the file, if there is none.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -99,7 +99,6 @@ def _finite(number: str) -> float:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuses an object with a duplicate key, because readers differ in the value that they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -72,7 +72,7 @@ class TokenColumns:
         return self.routed_experts[begin + skipped_bytes : begin + int(self.routed_bytes[index])]
 
     def only(self, chosen: Column) -> "TokenColumns":
-        """The chosen spans alone. ``chosen``: bool, one a span."""
+        """Returns the chosen spans alone. ``chosen`` has one bool a span."""
         if chosen.all():
             return self
         names = ("rows", "first_tokens", "counts", "ends", "begins", "routed_begins", "routed_bytes")

@@ -199,7 +199,7 @@ class Trajectory:
         return f"<Trajectory {self.trajectory_id}: {ended}, {reward}, version {self.behaviour_version}>"
 
     def __getstate__(self) -> list[Any]:
-        """Like a dataclass with slots, in the order of the fields; the tokenizer stays in its process."""
+        """Returns a dataclass's state with slots, in the order of the fields. The tokenizer stays in its process."""
         return [getattr(self, each.name) if each.name != "decoder" else None for each in fields(self)]
 
     @property
@@ -211,7 +211,7 @@ class Trajectory:
         return self.decoded(self.response_token_ids)
 
     def decoded(self, token_ids: Int32Array, special_tokens: bool = False) -> str:
-        """``token_ids`` as text, special tokens shown or left out. Raises as :attr:`text`."""
+        """Returns ``token_ids`` as text, with special tokens or without. Raises as :attr:`text`."""
         if self.decoder is None:
             allowed = "one that a trainer received; any other is decoded by a tokenizer of your own"
             raise Conflict("trajectory", self.trajectory_id, allowed, why="has no tokenizer")

@@ -62,8 +62,8 @@ class PersistedIn(StrEnum):
 class Declared:
     """Declares how one field of a trajectory is written, packed and restored.
 
-    ``column``: its name in ``PackedGroup``; empty: the field's own. ``empty``: makes the value that a RARE field mostly
-    has. ``follows``: of a field that is LEFT_OUT, its value by the other fields; None: the field's default.
+    ``column`` is its name in ``PackedGroup``, or the field's own if empty. ``empty`` makes the value that a RARE field
+    mostly has. ``follows`` computes a field that is LEFT_OUT from the others; None is the field's default.
     """
 
     packing: Packing
@@ -117,7 +117,7 @@ def own_array(values: Sequence[float] | npt.NDArray[Any], dtype: npt.DTypeLike, 
 
 
 def expert_rows(raw: bytes | bytearray, layers: int, top_k: int, id_bytes: int) -> ExpertArray:
-    """Rows of expert ids, as ``RoutingShape`` has them: a view of ``raw``. Raises InvalidValue for one that is cut."""
+    """Returns rows of expert ids (``RoutingShape``), a view of ``raw``. Raises InvalidValue for one that is cut."""
     if id_bytes not in (1, 2):
         raise InvalidValue("routed_experts: id_bytes", id_bytes, "1 or 2")
     token_bytes = layers * top_k * id_bytes

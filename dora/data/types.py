@@ -123,8 +123,8 @@ class RequestSpec:
         after: int | None = None,
         prompt_logprobs: bool = False,
     ) -> "RequestSpec":
-        """Returns the request with a next turn, which is sampled as ``sampling`` says. ``after``: the outputs that it
-        follows, without the later ones; None: all.
+        """Returns the request with a next turn, which is sampled as ``sampling`` says. It follows the first ``after``
+        outputs, without the later ones, or all if None.
         """
         after = len(self.output_token_ids) if after is None else after
         return replace(
@@ -139,9 +139,7 @@ class RequestSpec:
 
 
 def inputs_after(inputs: Iterable[tuple[int, int]], after: int, tokens: int) -> list[tuple[int, int]]:
-    """Returns the input runs of a response of which the first ``after`` outputs stay, with so many given ones after
-    them. Adjacent runs are one.
-    """
+    """Returns a response's input runs, joined, if ``after`` outputs stay and so many given ones follow them."""
     stay = [(first, min(end, after)) for first, end in inputs if first < after]
     first = stay.pop()[0] if stay and stay[-1][1] == after else after
     return [*stay, (first, after + tokens)]
@@ -200,7 +198,7 @@ class TokenDelta:
 class EngineNumerics:
     """The settings that decide how the sampling engines round a version's logprobs.
 
-    ``quantisation``: empty: none. ``batch_invariant``: a request's logits do not depend on its neighbours.
+    An empty ``quantisation`` is none. If ``batch_invariant``, a request's logits do not depend on its neighbours.
     """
 
     quantisation: str = ""

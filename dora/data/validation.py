@@ -21,9 +21,9 @@ WHOLE: Final = "configuration"  # the field of an error without a single field
 
 
 def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "") -> Model:
-    """A ``model`` of a nested mapping; raises InvalidValue for the first field that is wrong.
+    """Returns a ``model`` of a nested mapping. Raises InvalidValue for the first field that is wrong.
 
-    An unknown field is answered with the nearest name and the section's fields. ``section``: where the mapping stands.
+    An unknown field is answered with the nearest name and the section's fields. ``section`` is the mapping's place.
     """
     try:
         return model.model_validate(tree)
@@ -48,7 +48,7 @@ def validated_as(model: type[Model], tree: Mapping[str, Any], section: str = "")
 
 
 def _typed(path: tuple[str, ...], value: Any) -> tuple[tuple[str, ...], Any]:
-    """The dotted name and the value as someone wrote them: ``windw.size`` and 3, of ``{"size": 3}`` at ``windw``."""
+    """Returns dotted name and value as someone wrote them: ``windw.size`` and 3, of ``{"size": 3}`` at ``windw``."""
     while isinstance(value, Mapping) and len(value) == 1 and path:
         ((name, value),) = value.items()
         path = (*path, str(name))
@@ -76,7 +76,7 @@ def _is_secret(path: tuple[str, ...], value: Any, names: set[str]) -> bool:
 
 
 def _to_field(model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path without the part that pydantic adds for a field of several kinds: the kind that it tried."""
+    """Returns the path without the part that pydantic adds for a field of several kinds: the kind that it tried."""
     above = _section_at(model, path[:-2])
     field = above.model_fields.get(path[-2]) if above is not None and len(path) > 1 else None
     return path[:-1] if field is not None and words_of(field) else path
@@ -131,20 +131,18 @@ def _number(field: FieldInfo, finite: bool) -> str:
 
 
 def words_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a field accepts instead of a number."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else ()
     return tuple(word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind))
 
 
 def _digits(value: float) -> str:
-    """``0.0`` as ``0``: a bound, as a person would write it."""
+    """Writes a bound as a person would: ``0.0`` as ``0``."""
     if isinstance(value, float) and value >= WRITTEN_OUT:
         return f"{value:g}"
     return str(int(value)) if value == int(value) else str(value)
 
 
 def _text(field: FieldInfo, value: Any) -> str:
-    """The texts that a field accepts; a wrong form is answered with the field's description."""
     if not isinstance(value, str):
         return "a text, in quotes"
     if any(getattr(each, "pattern", None) for each in field.metadata) and field.description:
@@ -153,7 +151,6 @@ def _text(field: FieldInfo, value: Any) -> str:
 
 
 def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel] | None:
-    """The section at ``path``; None if it is a field, or nothing. Elements of a list go by number."""
     section, field = model, None
     for part in path:
         if field is not None and part.isdecimal() and _is_list(field):
@@ -168,7 +165,7 @@ def _section_at(model: type[BaseModel], path: tuple[str, ...]) -> type[BaseModel
 
 
 def section_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The section that a field is, also an optional one; for a list of sections, their type."""
+    """Returns the section of a field, also an optional one; for a list of sections, their type."""
     if field is None:
         return None
     kind = get_args(kind_of(field))[0] if _is_list(field) else kind_of(field)
@@ -193,7 +190,6 @@ def limits_of(field: FieldInfo) -> Iterator[Any]:
 
 
 def _present(kind: Any) -> Any:
-    """The type of a present value, without None; for a number, without the words that may replace it."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     kinds = [each for each in get_args(kind) if each is not NoneType and get_origin(each) is not Literal]

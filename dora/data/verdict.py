@@ -42,7 +42,7 @@ def finite(value: object) -> float | None:
 def remarks(
     components: object, log: object, number: Callable[[object], float | None] = finite
 ) -> tuple[dict[str, float], str]:
-    """Returns components and log within their limits. ``number``: reads a component; None: it is no finite number."""
+    """Returns components and log within their limits. ``number`` reads a component, or returns None."""
     kept: dict[str, float] = {}
     left_out = [] if components is None or isinstance(components, Mapping) else ["components, which are no mapping"]
     for key, value in islice(components.items(), 2 * COMPONENTS_MAX) if isinstance(components, Mapping) else ():

@@ -58,9 +58,7 @@ AS_THE_SERVICE: Final = -1  # workers
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """The options of ``dora host``. ``kv_host``: address for the other hosts; empty: detected. ``zone``: the host's
-    zone; empty: the service's.
-    """
+    """Options of ``dora host``. ``kv_host`` is for other hosts, detected if empty; ``zone`` the service's if empty."""
 
     address: str
     token: str | Path = field(repr=False)  # or the file that has it
@@ -77,7 +75,7 @@ class AgentOptions:
 
 
 async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[str], None]) -> str:
-    """Joins and serves until the service releases the host; returns the reason. ``stop``: leave as soon as possible.
+    """Joins and serves until the service releases the host; returns the reason. It leaves once ``stop`` is set.
 
     Raises InvalidValue, Conflict and LimitExceeded if the service refuses the host, and ServiceUnavailable if the
     service was unreachable for ``rejoin_s``, or for ``JOIN_S`` before the first join (``NAME_S`` if the host's name is
@@ -116,7 +114,7 @@ class FailedAttempts:
         self._count = 0
 
     def failed(self, reason: str, now_s: float) -> int | None:
-        """Counts an attempt. Returns the number so far if it is to be said; None: it repeats a recent line."""
+        """Counts an attempt. Returns the number so far if it is to be said, or None if it repeats a recent line."""
         self._count += 1
         if reason != self._reason:
             self._reason, self._pause_s = reason, SAID_PAUSE_S
@@ -225,9 +223,7 @@ class _Agent(Member):
     async def _taken_up(
         self, orders: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> tuple[HostRuntime, Coroutine[None, None, str | None]]:
-        """Returns the kept runtime if it may continue, otherwise a new one after the kept one has ended, with its first
-        work.
-        """
+        """Returns a runtime and its first work: the kept one if it may continue, else a new one after its end."""
         if welcome.goes_on:
             kept = self._keeping.take()
             if kept is None:  # the service assumes that it continues, until this stream ends
@@ -249,7 +245,6 @@ class _Agent(Member):
         return runtime, runtime.run(welcome, orders, Files(stub))
 
     async def _leave(self) -> None:
-        """Asks the service to empty and release the host, once the agent was told to stop."""
         await self._stop.wait()
         self._said("leaving: the workers are being emptied")
         self._send(pb.HostMessage(leaving=pb.HostLeaving()))

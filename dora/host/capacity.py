@@ -13,8 +13,8 @@ from dora.system.memory import available_bytes, memory_bytes
 class Capacity:
     """The capacity of one machine, its memory within the limits of this process's control groups.
 
-    ``store_free_bytes``: for versions, the lesser of the free bytes of their folder and of the memory. ``gpus``: the
-    model of each.
+    ``store_free_bytes`` is for versions: the lesser of the free bytes of their folder and of the memory. ``gpus`` has
+    the model of each.
     """
 
     cores: int
@@ -25,9 +25,7 @@ class Capacity:
 
 
 def capacity_of(folder: Path) -> Capacity:
-    """Measures the capacity. ``folder``: the store of versions, whose file system may be in memory. A missing folder
-    has no free bytes.
-    """
+    """Measures the capacity. ``folder`` is the store of versions, maybe in memory; a missing one has no free bytes."""
     free_bytes = available_bytes()
     try:
         room = os.statvfs(folder)

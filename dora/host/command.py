@@ -22,10 +22,11 @@ def pool_id_of(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchContext:
-    """Addresses and folders that a host's processes need. ``folder``: the host's own run folder; empty: the service's.
+    """Addresses and folders that a host's processes need. ``folder`` is the host's own run folder, or the service's if
+    empty.
 
-    ``kv_host``: their address for other hosts; empty: detected. ``kv_tier``: the address of the shared KV tier; empty:
-    there is none.
+    ``kv_host`` is their address for other hosts, detected if empty. ``kv_tier`` is the address of the shared KV tier,
+    empty if there is none.
     """
 
     address: str  # the service's

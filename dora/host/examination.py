@@ -33,7 +33,7 @@ TROUBLE_MAX: Final = 300
 
 
 class Examiner:
-    """``own``: the host as its relay names it, with the run's ``secret``. Its methods take seconds: in a thread."""
+    """Examines ``own``, a host as its relay names it. Its methods take seconds: call them in a thread."""
 
     def __init__(self, own: Identity, secret: bytes, store: HostStore, folder: Path, tls: Tls | None = None) -> None:
         self._own = own
@@ -43,7 +43,7 @@ class Examiner:
         self._tls = tls
 
     def examine(self, order: pb.ExamineHost, received_at: float) -> pb.HostExamination:
-        """``received_at``: when the order came, by this machine's clock."""
+        """Examines the machine. The order came at ``received_at``, by this machine's clock."""
         found = pb.HostExamination(
             examination=order.examination,
             received_at=received_at,
@@ -83,7 +83,6 @@ class Examiner:
         return links
 
     def _fetch(self, peers: Sequence[pb.RelayPeer], found: pb.HostExamination) -> None:
-        """Fetches chunks of the newest version that this host holds, from the first of the others that has it."""
         newest = max(self._store.versions(), default=0)
         if not newest:  # version 0 is the model itself, which no relay has
             return
@@ -127,7 +126,7 @@ def _installed(name: str) -> str:
 
 
 def _written_bytes_per_s(folder: Path) -> float:
-    """Writes a file to the disk and removes it. Raises OSError."""
+    """Measures the rate of a file written to the disk, and removes it. Raises OSError."""
     with tempfile.TemporaryFile(dir=folder) as file:
         content, began_s = os.urandom(DISK_BYTES), time.monotonic()
         file.write(content)
@@ -137,7 +136,7 @@ def _written_bytes_per_s(folder: Path) -> float:
 
 
 def _read(store: HostStore) -> tuple[int, float]:
-    """The bytes of the newest version that the host holds, and the rate at which its first files are read."""
+    """Returns the bytes of the newest version that the host holds, and the rate at which its first files are read."""
     newest = max(store.versions(), default=None)
     if newest is None:
         return 0, 0.0

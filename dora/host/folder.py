@@ -36,7 +36,7 @@ def kept_bytes(folder: Path, *, has_model: bool) -> int:
     """Returns the bytes that an earlier epoch left in an agent's folder and that need no new room: versions, and the
     model.
 
-    ``has_model``: the machine has the model elsewhere, so a model in the folder is unused.
+    If ``has_model``, the machine has the model elsewhere, so a model in the folder is unused.
     """
     used = [WEIGHTS] if has_model else [WEIGHTS, MODEL]
     found = (Path(path, name) for each in used for path, _, names in os.walk(folder / each) for name in names)

@@ -32,7 +32,7 @@ _ESCAPE: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """What was read of a host. ``processes`` and ``topology``: outputs of nvidia-smi, empty without it."""
+    """The readings of a host. ``processes`` and ``topology`` are outputs of nvidia-smi, empty without it."""
 
     driver: str  # the text of /proc/driver/nvidia/version
     compiler: str  # empty: none
@@ -61,15 +61,13 @@ def read_host() -> HostReading:
 
 
 def driver_number(text: str) -> str:
-    """Returns the driver's number, such as 580.65.06; empty if the text has none."""
+    """Returns the driver's number, such as 580.65.06, or an empty text."""
     match = _DRIVER.search(text)
     return match[1] if match else ""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that computes on a GPU."""
-
     gpu: str  # UUID
     pid: int
     name: str
@@ -88,7 +86,7 @@ def processes_of(text: str) -> Iterator[GpuProcess]:
 
 
 def links_of(text: str) -> dict[tuple[int, int], str]:
-    """Returns the link of each pair of GPUs by nvidia-smi's matrix: NV18 for 18 NVLinks, else a way over PCIe."""
+    """Returns the link of each pair of GPUs by nvidia-smi's matrix, such as NV18 for 18 NVLinks, or a way over PCIe."""
     rows = [_ESCAPE.sub("", line).split() for line in text.splitlines()]
     count = sum(name.startswith("GPU") and name[3:].isdigit() for name in rows[0]) if rows else 0
     return {
@@ -100,9 +98,7 @@ def links_of(text: str) -> dict[tuple[int, int], str]:
 
 
 def troubles(read: HostReading, gpus: Sequence[Gpu], ours: Collection[int] = ()) -> list[str]:
-    """Returns what keeps engines on these GPUs from a start, a sentence each. ``ours``: processes that may use
-    them, with their descendants.
-    """
+    """Returns sentences on what keeps engines from a start on these GPUs. ``ours`` and descendants may use them."""
     found, number = [], driver_number(read.driver)
     if number and int(number.partition(".")[0]) < DRIVER_LEAST:
         found.append(f"a driver of {DRIVER_LEAST} or newer, which CUDA 13 needs; this one is {number}")
@@ -126,7 +122,7 @@ def troubles(read: HostReading, gpus: Sequence[Gpu], ours: Collection[int] = ())
 def check_host(
     gpus: Sequence[Gpu], device: str, ours: Collection[int] = (), field: str = "workers.device"
 ) -> HostReading | None:
-    """Returns what was read of a host of GPUs; None without. Raises InvalidValue with the first trouble."""
+    """Returns the readings of a host of GPUs, or None without GPUs. Raises InvalidValue with the first trouble."""
     if not gpus:
         return None
     read = read_host()

@@ -15,7 +15,7 @@ _DETAIL: Final = re.compile(r"^\s+(?P<said>(?:Value|Assertion) error, .+?)(?: \[
 
 
 def last_words(log: Path) -> str:
-    """The line of a dead process's log that says why it ended, else its last line."""
+    """Returns the line of a dead process's log that says why it ended, else its last line."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
@@ -26,7 +26,7 @@ def last_words(log: Path) -> str:
 
 
 def reason_in(text: str) -> str:
-    """The reason in the text of a log. A refusal by DORA comes before an exception, a later one before an earlier."""
+    """Returns the reason in a log's text. A refusal by DORA precedes an exception, the last of a kind first."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     for pattern in (_REFUSAL, _DETAIL, _RAISED):
         found = [match["said"] for line in lines if (match := pattern.match(line)) is not None]

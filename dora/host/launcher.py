@@ -48,7 +48,7 @@ class Launcher(Protocol):
         """Adds a worker. No effect if it exists."""
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """Ends a worker without a restart. ``again``: the worker cannot be trusted, so it is killed and restarted. An
+        """Ends a worker without a restart. With ``again``, the worker cannot be trusted: it is killed and restarted. An
         id that this launcher did not start is ignored.
         """
 
@@ -72,7 +72,7 @@ class OwnLauncher(Launcher, Protocol):
         """Starts the pools; workers may be started from now on."""
 
     def early_death(self) -> str | None:
-        """The reason for which a worker ends again and again at its start; None: there is none."""
+        """Returns the reason for which a worker ends again and again at its start, or None."""
 
     async def close(self) -> None:
         """Ends all processes. May be called again."""
@@ -99,7 +99,7 @@ def worker_name(prefix: str, index: int) -> str:
 
 
 def number_of(prefix: str, worker_id: str) -> int:
-    """The inverse of ``worker_name``."""
+    """Returns the number of a worker: the inverse of ``worker_name``."""
     return int(worker_id.removeprefix(f"{prefix}w"))
 
 
@@ -112,7 +112,7 @@ def check_host_name(name: str) -> str:
 
 
 def check_zone(zone: str) -> str:
-    """Returns ``zone``, a host's zone; empty: the service's. Raises InvalidValue for a malformed name."""
+    """Returns ``zone``, a host's zone, or the service's if it is empty. Raises InvalidValue for a malformed name."""
     if not ZONE.fullmatch(zone):
         raise InvalidValue("zone", zone[:80], "at most 64 letters, digits, '.', '_', '/' or '-'")
     return zone

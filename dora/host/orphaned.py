@@ -29,7 +29,7 @@ class Orphaned:
         return "" if self._runtime is None else self._runtime.model_digest
 
     def take(self) -> HostRuntime | None:
-        """Hands the runtime to a service. None: it has ended."""
+        """Hands the runtime to a service. Returns None if it has ended."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None and self._ending is not None:
             self._ending.cancel()

@@ -34,9 +34,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs that a host's workers share out; none: they run on CPUs. ``all_gpus``: with those kept for a trainer.
+    """The GPUs that a host's workers share out. Without any, they run on CPUs. ``all_gpus`` includes a trainer's.
 
-    ``may_use``: the CPUs and memory nodes that workers inherit.
+    ``may_use`` has the CPUs and memory nodes that workers inherit.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -49,7 +49,7 @@ class Placement:
         return "cuda" if self.gpus else "cpu"
 
     def workers_max(self, ranks: int) -> int | None:
-        """Returns how many workers of ``ranks`` ranks have a GPU for each rank; None: there is no limit."""
+        """Returns how many workers of ``ranks`` ranks have a GPU for each rank, or None for no limit."""
         return len(self.gpus) // ranks if self.gpus else None
 
     def check(self, workers: int, ranks: int) -> None:
@@ -65,7 +65,7 @@ class Placement:
     def environment(self, number: int, ranks: int, *, shows_trainers: bool = False) -> dict[str, str]:
         """Returns the environment that gives worker ``number`` its GPUs, and the CPUs and memory next to them.
 
-        ``shows_trainers``: it sees the GPUs kept for a trainer too, after its own, whose numbers stay. Raises
+        With ``shows_trainers``, it sees the GPUs kept for a trainer too, after its own, whose numbers stay. Raises
         InvalidValue as ``check`` does.
         """
         if not self.gpus:
@@ -82,7 +82,7 @@ class Placement:
         return self.all_gpus[len(self.gpus) :]
 
     def why_unbound(self) -> str:
-        """Returns which GPUs' workers are not bound to CPUs, and why; empty: all are, or there are no GPUs."""
+        """Returns which GPUs' workers are not bound to CPUs, and why. It is empty if all are, or there are no GPUs."""
         reasons: dict[str, list[str]] = {}
         for gpu in self.gpus:
             reasons.setdefault(self._binding([gpu]).why, []).append(gpu.pci)
@@ -93,7 +93,7 @@ class Placement:
 
 
 def gpus(folder: Path = GPUS_FOLDER, devices: Path = PCI_FOLDER) -> tuple[Gpu, ...]:
-    """Returns the NVIDIA GPUs of this machine in the order of the PCI bus. ``devices``: the bus in /sys."""
+    """Returns the NVIDIA GPUs of this machine in the order of the PCI bus. ``devices`` is the bus in /sys."""
     try:
         texts = {
             each.name: (each / "information").read_text(encoding="utf-8", errors="replace")
@@ -129,9 +129,9 @@ def placement_of(
     may_use: Allowed | None = None,
 ) -> Placement:
     """Returns the placement that ``device`` asks for: ``cpu``; ``cuda``, all GPUs that this process may use; ``cuda:``
-    with numbers among these, or UUIDs; empty: GPUs if there are any.
+    with numbers among these, or UUIDs; if empty, GPUs if there are any.
 
-    ``for_trainer``: GPUs at the end of the list that no worker gets. ``may_use``: default: what this process may.
+    No worker gets the ``for_trainer`` GPUs at the end of the list. ``may_use`` is by default what this process may use.
     Raises InvalidValue for other texts, for GPUs that are not there, and for a trainer's GPUs that leave none for
     workers or would be none, as on the CPU.
     """

@@ -34,8 +34,6 @@ STOP_GRACE_S = 10.0
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker or pool id and its present process."""
-
     worker_id: str
     is_pool: bool = False
     process: asyncio.subprocess.Process | Adopted | None = None
@@ -48,7 +46,6 @@ class _Worker:
     died_s: deque[float] = field(default_factory=deque)  # within the last DEATHS_WITHIN_S
 
     def dies(self, now_s: float) -> int:
-        """Counts a death. Returns the number of recent deaths."""
         self.died_s.append(now_s)
         while now_s - self.died_s[0] > DEATHS_WITHIN_S:
             self.died_s.popleft()
@@ -65,7 +62,7 @@ class Processes:
 
     A worker that dies more often than ``workers.restarts`` times in ten minutes is not restarted; the others continue.
     ``failed`` is set once none is left. Workers continue without their pools. ``unwritable`` is called if a log file
-    cannot be created. ``bound``: processes end when this process ends for any reason.
+    cannot be created. If ``bound``, processes end when this process ends for any reason.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Processes:
         living: Survivors | None = None,
         check: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """``living``: the file of processes for a later incarnation of the service; None: none. ``check`` raises
+        """``living`` is the file of processes for a later incarnation of the service, if any. ``check`` raises
         InvalidValue for more workers than the host has devices for.
         """
         self._check = check
@@ -154,7 +151,7 @@ class Processes:
         self._tasks[worker_id] = asyncio.create_task(self._keep(worker, before), name=worker_id)
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """A pool can only be stopped with ``again``."""
+        """Ends a worker, and with ``again`` restarts it. A pool can only be stopped with ``again``."""
         worker = self._workers.get(worker_id) or (self._pools.get(worker_id) if again else None)
         if worker is not None:
             worker.leaving |= not again
@@ -209,7 +206,7 @@ class Processes:
             self.failed.cancel()
 
     async def _keep(self, worker: _Worker, before: asyncio.Task[None] | None = None) -> None:
-        """``before``: the task of the id's previous process, which may not have ended yet."""
+        """Keeps a process running. ``before`` is the task of the previous process, which may not have ended."""
         if before is not None:
             await before
         loop = asyncio.get_running_loop()
@@ -238,7 +235,6 @@ class Processes:
             await self._starts.wait()
 
     async def _told(self, worker: _Worker) -> asyncio.subprocess.Process | Adopted:
-        """Returns a process that has its arguments: the living one, a waiting one, or a new one."""
         if worker.adopted and worker.process is not None:
             worker.adopted = False
             return worker.process
@@ -271,7 +267,6 @@ class Processes:
             )
 
     def _child_environment(self, worker_id: str) -> dict[str, str]:
-        """Reports once which variables of this process the workers do not get."""
         environment = child_environment((*DEVICES, *self._config.environment), self._environment(worker_id))
         if not self._reported:
             self._reported = True
@@ -284,7 +279,6 @@ class Processes:
         return self._log_folder / f"{worker.worker_id}.log"
 
     def _sink(self, log_file: Path) -> BinaryIO:
-        """Opens a worker's log file; the null device if it cannot be created."""
         try:
             self._log_folder.mkdir(parents=True, exist_ok=True)
             return log_file.open("ab")
@@ -293,7 +287,7 @@ class Processes:
         return open(os.devnull, "ab")
 
     def early_death(self) -> str | None:
-        """Returns why a worker that never answered died twice; None otherwise."""
+        """Returns why a worker that never answered died twice, or None."""
         for worker in self._workers.values():
             if worker.restarts >= 2:
                 return f"worker {worker.worker_id} ends at start: {self._last_words(worker)}"
@@ -303,7 +297,6 @@ class Processes:
         return worker.not_started or last_words(self._log_file(worker))
 
     def _exclude(self, worker: _Worker, reason: str) -> None:
-        """Stops restarting the worker; the others continue."""
         worker.excluded = True
         log.error("%s is not started again: it %s", worker.worker_id, reason)
         if not self.workers and not worker.is_pool:

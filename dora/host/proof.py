@@ -24,7 +24,7 @@ DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 
 def machine() -> dict[str, Any]:
-    """Returns what a proof holds for."""
+    """Returns the facts that a proof holds for."""
     return {
         "dora": __version__,
         "vllm": _installed("vllm"),
@@ -36,13 +36,12 @@ def machine() -> dict[str, Any]:
 
 
 def proof_file(kind: Kind, folder: Path | None = None) -> Path:
-    """Returns the file that proves ``kind`` on this machine. ``folder`` None: the user's cache."""
+    """Returns the file that proves ``kind`` on this machine, by default in the user's cache."""
     digest = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
     return (default_cache() if folder is None else folder) / "proofs" / f"{kind}-{digest}.json"
 
 
 def write_proof(kind: Kind, found: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes the proof, with what was measured. Raises OSError."""
     file = proof_file(kind, folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"machine": machine(), "found": found}, indent=1) + "\n")

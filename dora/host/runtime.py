@@ -53,7 +53,7 @@ class Files:
         self._stub = stub
 
     async def list(self) -> pb.ListFilesReply:
-        """Raises ServiceUnavailable."""
+        """Lists the files. Raises ServiceUnavailable."""
         try:
             return await self._stub.ListFiles(pb.ListFilesRequest())
         except grpc.aio.AioRpcError as error:
@@ -70,7 +70,7 @@ class Files:
 
 
 class HostRuntime:
-    """Call ``run`` once, then ``stand_still`` and ``proceed`` any number of times, then ``close``. ``send``: to the
+    """Call ``run`` once, then ``stand_still`` and ``proceed`` any number of times, then ``close``. ``send`` tells the
     service.
 
     Orders of one kind are executed in order.
@@ -83,7 +83,7 @@ class HostRuntime:
         send: Callable[[pb.HostMessage], None],
         has_model: bool = False,
     ) -> None:
-        """``has_model``: the service found that the machine already has the model; otherwise it is fetched."""
+        """``has_model`` says that the machine already has the model, as the service found; otherwise it is fetched."""
         self._context = context
         self._folder = Path(context.folder)
         self._placement = placement
@@ -278,7 +278,6 @@ class HostRuntime:
         return relay
 
     def _tell(self, outcome: Outcome) -> None:
-        """Reports the outcome of an order to fetch a version, or keeps it for the next service."""
         if self._is_alone:
             return
         if isinstance(outcome, FetchFailed):

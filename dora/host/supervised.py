@@ -18,8 +18,8 @@ ENDS_WITHIN_S: Final = 10.0
 
 
 class SupervisedProcess:
-    """Runs ``python ARGV...`` until ``stop``. ``name``: in the log. ``passed``: open files that it gets. ``log``: the
-    file for its output; None: this process's own. Secrets among the variables are handed to it in an open file.
+    """Runs ``python ARGV...`` until ``stop``. ``name`` is for the log. It gets the open files ``passed``. Its output
+    goes to ``log``, or to this process's own. Secrets among the variables are handed to it in an open file.
     """
 
     def __init__(

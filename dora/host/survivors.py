@@ -64,8 +64,8 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A process as the file has it. ``place``: of the state folder that it was recorded in; ``owner`` and
-    ``owner_began``: the service that it served.
+    """A process as the file has it. It was recorded in the state folder at ``place``, and served the service ``owner``,
+    which began at ``owner_began``.
     """
 
     pid: int
@@ -93,7 +93,7 @@ class Survivors:
     def find(self, belongs: Callable[[str, list[str]], bool]) -> Mapping[str, tuple[Adopted, str]]:
         """Returns the living processes of an earlier incarnation with their marks, by name, and forgets the others.
 
-        ``belongs(name, argv)``: whether the process of that name is started with these arguments.
+        ``belongs(name, argv)`` says whether the process of that name is started with these arguments.
         """
         found = {}
         for name, known in self._read().items():
@@ -127,7 +127,7 @@ class Survivors:
             log.log(logging.WARNING if is_full(error) else logging.ERROR, "%s: %s", self._file, error.strerror)
 
     def _read(self) -> dict[str, _Known]:
-        """The recorded processes. A damaged file, or entry, names none: new processes are started."""
+        """Returns the recorded processes. A damaged file, or entry, names none, so new ones are started."""
         try:
             tree = json.loads(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:

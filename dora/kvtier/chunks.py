@@ -22,12 +22,12 @@ SCHEMA: Final = "dora-1"
 
 
 def salt_of(version: int) -> str:
-    """The salt of every chunk's name, so that requests of another version never find its KV."""
+    """Returns the salt of every chunk's name, so that requests of another version never find its KV."""
     return f"pv{version}"
 
 
 def chunk_tokens_of(block_tokens: int) -> int:
-    """Whole blocks of at least 32 tokens in total, as each chunk costs some milliseconds to find and to store."""
+    """Returns the tokens of whole blocks, at least 32 in total: each chunk takes milliseconds to find and to store."""
     return -(-CHUNK_TOKENS_MIN // block_tokens) * block_tokens
 
 
@@ -75,7 +75,7 @@ class ChunkShape:
             first = end
 
     def show(self, chunks: np.ndarray, first_block: int, end_block: int) -> dict[str, Pieces]:
-        """Views of some blocks of ``chunks``, counted from its first."""
+        """Returns views of some blocks of ``chunks``, counted from its first."""
         shown: dict[str, Pieces] = {}
         first = 0
         for name, size in self.layers:
@@ -104,7 +104,7 @@ class ChunkChain:
         self._digests: list[bytes] = []
 
     def digests(self, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Digests of the first ``end`` chunks of ``token_ids``, which must extend those of earlier calls."""
+        """Returns digests of the first ``end`` chunks of ``token_ids``, which must extend those of earlier calls."""
         for index in range(len(self._digests), end):
             tokens = token_ids[index * self._chunk_tokens : (index + 1) * self._chunk_tokens]
             self._last = xxh3_128_digest(self._last + np.asarray(tokens, "<i8").tobytes())

@@ -72,7 +72,7 @@ def socket_of(run_folder: Path) -> Path:
 
 
 def segment_of(run_folder: Path) -> str:
-    """The name of its shared memory, which LMCache appends to ``SEGMENT_PREFIX``."""
+    """Returns the name of its shared memory, which LMCache appends to ``SEGMENT_PREFIX``."""
     return f"dora-{hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:16]}"
 
 
@@ -126,7 +126,7 @@ def on_socket(modules: list[Any], settings: Any, socket: Path) -> Any:
 
 
 def tell(cache: Any) -> None:
-    """Writes one line: used bytes, capacity and number of chunks."""
+    """Writes used bytes, capacity and number of chunks on one line."""
     held = cache.storage_manager.report_status()["l1_manager"]
     announcement = {
         "used_bytes": held["memory_used_bytes"],

@@ -47,7 +47,7 @@ class Passage:
 
 @dataclass(slots=True)
 class Search:
-    """A search for chunks, and once ``done`` the chunks found: consecutive, from ``first`` on."""
+    """A search for chunks. Once ``done``, it has the chunks found: consecutive, from ``first`` on."""
 
     passage: Passage
     first: int
@@ -58,7 +58,7 @@ class Search:
 
     @property
     def end(self) -> int:
-        """One after the last chunk found."""
+        """The end of the chunks found: one after the last."""
         return self.first + (0 if self.chunks is None else len(self.chunks))
 
 
@@ -70,7 +70,7 @@ class _Keeping:
 
 
 class Tier:
-    """``memory_bytes`` limits the chunks in transit to the tier, and separately the found chunks not used yet."""
+    """A worker's tier. ``memory_bytes`` limits chunks in transit to it, and separately found chunks not used yet."""
 
     def __init__(self, endpoint: str, shape: ChunkShape, memory_bytes: int, timeout_s: float = TIMEOUT_S) -> None:
         self._shape = shape
@@ -108,7 +108,7 @@ class Tier:
         return search
 
     def room(self, chunks: int) -> np.ndarray | None:
-        """Memory for chunks to be stored; None while the tier is down, or if too many are in transit."""
+        """Returns memory for chunks to be stored, or None while the tier is down or too many are in transit."""
         if not self.up.is_set():
             return None
         array = self._outgoing.array(chunks * self._shape.sealed_bytes)
@@ -215,7 +215,6 @@ class Tier:
         return bool(self._closing or self._searches or self._keepings or self._ended)
 
     def _lost(self, reason: str) -> None:
-        """Marks the tier as down: fails searches, drops chunks to be stored, and pauses before the next try."""
         with self._wake:
             if self.up.is_set() and not self._closing:
                 self._tell(up=False, losses=self._load.losses + 1)
@@ -300,7 +299,7 @@ class Tier:
         )
 
     def _session(self, name: str) -> str:
-        """A unique session name, as workers share a server."""
+        """Makes session names unique, as workers share a server."""
         return f"{self.instance:x}-{name}"
 
     def _slot(self, slot: Any) -> np.ndarray:
@@ -322,7 +321,7 @@ def _field(answer: Any, name: str, kind: type) -> Any:
 
 
 def _mapped(segment: Path) -> tuple[int, np.ndarray]:
-    """The server's shared memory, and an id that distinguishes it from another of the same name."""
+    """Maps the server's shared memory. Returns it with an id that distinguishes it from another of the same name."""
     try:
         descriptor = os.open(segment, os.O_RDWR | os.O_NOFOLLOW)
         try:

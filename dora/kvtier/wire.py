@@ -40,10 +40,7 @@ class TierConnection:
         self._serial = itertools.count(1)
 
     def call(self, operation: str, *values: Any) -> Any:
-        """The server's answer. Raises TransferFailed if it is late or invalid.
-
-        A failure resets the connection, so a late answer is discarded.
-        """
+        """Returns the server's answer. Raises TransferFailed, and resets the connection, if that is late or invalid."""
         if self._socket is None:
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.LINGER, 0)
@@ -78,7 +75,7 @@ class TierConnection:
 def key_of(
     model: str, salt: str, token_ids: Sequence[int], first: int, end: int, session: str, *, is_lookup: bool = False
 ) -> Mapping[str, Any]:
-    """``IPCCacheServerKey``: the tokens ``first`` to ``end`` (whole chunks) of a prefix. A session has one prefix."""
+    """Returns ``IPCCacheServerKey``: tokens ``first`` to ``end`` (whole chunks) of a session's one prefix."""
     return {
         "model_name": model,
         "world_size": 1,
@@ -94,7 +91,7 @@ def key_of(
 
 
 def registration(instance: int, model: str, block_tokens: int, chunk_bytes: int) -> Mapping[str, Any]:
-    """``RegisterEngineDrivenContextPayload`` for chunks as plain bytes: one layer of one slot."""
+    """Returns ``RegisterEngineDrivenContextPayload`` for chunks as plain bytes: one layer of one slot."""
     return {
         "instance_id": instance,
         "model_name": model,

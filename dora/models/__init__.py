@@ -30,7 +30,7 @@ NAMES = ("smollm2", *_TINY_KINDS)  # models that can be made from installed pack
 
 
 def default_cache() -> Path:
-    """The folder of prepared models: ``$XDG_CACHE_HOME/dora``, by default ``~/.cache/dora``."""
+    """Returns the folder of prepared models: ``$XDG_CACHE_HOME/dora``, by default ``~/.cache/dora``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "dora"
@@ -39,9 +39,9 @@ def default_cache() -> Path:
 
 
 def resolve_model(name: str, cache: Path | None = None) -> Path:
-    """The Hugging Face folder of a model. A model in ``NAMES`` is prepared under ``cache``.
+    """Returns the Hugging Face folder of a model. A model in ``NAMES`` is prepared under ``cache``.
 
-    torch is loaded only to prepare the folder. ``cache`` None: ``default_cache()``.
+    torch is loaded only to prepare the folder. ``cache`` is by default ``default_cache()``.
 
     Raises InvalidValue if ``name`` is neither in ``NAMES`` nor a folder that an engine can load.
     """
@@ -66,7 +66,7 @@ def resolve_model(name: str, cache: Path | None = None) -> Path:
 
 
 def made_model(name: str, cache: Path | None = None) -> Path | None:
-    """``resolve_model`` without preparation: None for a model in ``NAMES`` that is not prepared yet.
+    """Does as ``resolve_model`` without preparation. Returns None for a model in ``NAMES`` that is not prepared yet.
 
     Raises NotFound if the package that it is made from is missing.
     """
@@ -79,7 +79,7 @@ def made_model(name: str, cache: Path | None = None) -> Path | None:
 
 
 def unwritable_cache(error: OSError) -> str:
-    """The ``allowed`` text of an error about a cache folder that cannot be written."""
+    """Returns the ``allowed`` text of an error about a cache folder that cannot be written."""
     return f"a writable cache folder, set with --set cache=FOLDER ({error})"
 
 
@@ -103,22 +103,20 @@ def _check_config(folder: Path, name: str) -> None:
 
 
 def context_tokens(folder: Path) -> int | None:
-    """The maximum context length of the model in a Hugging Face folder; None if it does not say."""
+    """Returns the maximum context length of the model in a Hugging Face folder, or None if it does not say."""
     said = _text_config(folder)
     found = [tokens for key in CONTEXT_KEYS if type(tokens := said.get(key)) is int and tokens > 0]
     return min(found, default=None)
 
 
 def layer_count(folder: Path) -> int:
-    """The decoder layers of the model in a Hugging Face folder; 0 if it does not say."""
+    """Returns the number of decoder layers of the model in a Hugging Face folder, or 0 if it does not say."""
     found = _text_config(folder).get("num_hidden_layers")
     return found if type(found) is int else 0
 
 
 def kv_token_bytes(folder: Path) -> int:
-    """The bytes that a token has in a KV-cache of two-byte values, with full attention in every layer; 0 if the model
-    does not say.
-    """
+    """Returns a token's bytes in a KV-cache of two-byte values with full attention; 0 if the model does not say."""
     said = _text_config(folder)
     heads = said.get("num_attention_heads")
     if not heads or not said.get("hidden_size"):
@@ -148,7 +146,6 @@ def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
-    """config.json; for a multimodal model, its text part."""
     config = json_object(folder / "config.json", "--model")
     return {**config, **text_part(config)}
 
@@ -158,7 +155,7 @@ def experts(folder: Path) -> tuple[int, int] | None:
 
 
 def routing(folder: Path) -> RoutingShape:
-    """``routing_of`` the config.json of a Hugging Face folder. Raises InvalidValue also for a model without experts."""
+    """Returns ``routing_of`` a Hugging Face folder's config.json. Raises InvalidValue for one without experts too."""
     found = routing_of(json_object(folder / "config.json", "--model"), str(folder / "config.json"))
     if found is None or not found.layers:
         allowed = f"false, as {folder} is no mixture of experts: it routes nothing"

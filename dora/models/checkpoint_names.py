@@ -33,7 +33,7 @@ _TIED = "lm_head.weight"
 
 
 def to_checkpoint(state_dict: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The checkpoint tensors of ``module.state_dict()``; ``config`` is the content of config.json.
+    """Returns the checkpoint tensors of ``module.state_dict()``. ``config`` is the content of config.json.
 
     Experts are unfused, and a tied ``lm_head`` is omitted, as it is the embedding. Results are views, not copies, of
     the given tensors. Raises InvalidValue for fused experts of an unknown model type.

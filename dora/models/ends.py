@@ -12,17 +12,16 @@ FIELD: Final = "eos_token_id"
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """Every id that a file of the folder names as an end, sorted. Empty if none does."""
+    """Returns every id that a file of the folder names as an end, sorted. Empty if none does."""
     return merged_ends(ends_by_file(folder))
 
 
 def merged_ends(by_file: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The ids of all files, sorted."""
     return tuple(sorted({token_id for ids in by_file.values() for token_id in ids}))
 
 
 def ends_by_file(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The ends that each file names: generation_config.json, config.json (also its text part), tokenizer_config.json.
+    """Returns each file's ends: generation_config.json, config.json (also its text part), tokenizer_config.json.
 
     A token that the tokenizer does not have has no id. Raises InvalidValue if a file names something that is no id.
     """
@@ -57,7 +56,7 @@ def _of_tokenizer(folder: Path) -> tuple[int, ...]:
 
 
 def token_ids(folder: Path) -> Mapping[str, int]:
-    """The tokens of tokenizer.json, added ones included, and their ids."""
+    """Returns the tokens of tokenizer.json, added ones included, and their ids."""
     from tokenizers import Tokenizer
 
     try:

@@ -13,7 +13,7 @@ _TOKEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "m
 
 
 def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None:
-    """The experts per layer and per token of a mixture of experts; None for other models.
+    """Returns the experts per layer and per token of a mixture of experts, or None for other models.
 
     Reads config.json or its ``text_config``. Raises InvalidValue, naming the ``source``, if only one of the two is
     given.
@@ -28,7 +28,7 @@ def experts_of(config: Mapping[str, Any], source: str) -> tuple[int, int] | None
 
 
 def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
-    """The routing of one token; None for a model without experts. Raises as :func:`experts_of`.
+    """Returns the routing of one token, or None for a model without experts. Raises as :func:`experts_of`.
 
     Layers without experts are recognised in the configs of Qwen-MoE, DeepSeek, GLM and Llama 4. For other families all
     layers count as having experts; an engine compares that with its own layers.
@@ -42,7 +42,7 @@ def routing_of(config: Mapping[str, Any], source: str) -> RoutingShape | None:
 
 
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    """Sources: transformers, models/qwen3_moe, deepseek_v2, glm4_moe and llama4, ``modeling_*``."""
+    """The rules come from transformers, models/qwen3_moe, deepseek_v2, glm4_moe and llama4, ``modeling_*``."""
     named = config.get("moe_layers")  # Llama 4
     if isinstance(named, list):
         return layer in named

@@ -21,17 +21,14 @@ def is_quantised(name: str) -> bool:
 
 
 def int8_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix (rows, columns) and its scales (rows, 1): ``values * scales`` approximates ``tensor``."""
+    """Returns a matrix (rows, columns) and its scales (rows, 1): ``values * scales`` approximates ``tensor``."""
     whole = tensor.float()
     scales = (whole.abs().amax(dim=1, keepdim=True) / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return (whole / scales).round_().clamp_(-_MAX, _MAX).to(torch.int8), scales
 
 
 def quantise(module: torch.nn.Module) -> int:
-    """Makes the projections of a model compute as the engine's do. Returns their number.
-
-    ``module``: of transformers, with the names of its checkpoint.
-    """
+    """Makes the projections of transformers' ``module`` compute as the engine's do. Returns their number."""
     found = 0
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Linear) and is_quantised(f"{name}.weight"):

@@ -35,7 +35,7 @@ def _check_quantisation(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """An architecture is known if one of the lists has it. Plugins of vLLM may add any."""
+    """Checks the architecture. It is known if one of the lists has it, and plugins of vLLM may add any."""
     names = [name for name in config.get("architectures") or [] if isinstance(name, str)]
     if any(not plugin.value.startswith("vllm.") for plugin in entry_points(group="vllm.general_plugins")):
         return

@@ -47,7 +47,7 @@ def watched(module: torch.nn.Module, margin: float, turned: Sequence[Tie] = ()) 
 
 
 def has_routers(module: torch.nn.Module) -> bool:
-    """Whether its ties can be detected."""
+    """Returns whether the module's ties can be detected."""
     return any(True for _ in _routers(module))
 
 
@@ -63,7 +63,7 @@ def _routers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, in
 
 
 def _experts(config: Any) -> tuple[int, int] | None:
-    """``experts_of`` a module's config; None also for a family whose fields are unknown."""
+    """Returns ``experts_of`` a module's config, and None also for a family whose fields are unknown."""
     fields = config.to_dict() if hasattr(config, "to_dict") else vars(config) if config is not None else {}
     try:
         return experts_of(fields, type(config).__name__)

@@ -36,7 +36,7 @@ _PARTS: Final = {
 
 
 def prepare_smollm2(cache: Path, dtype: Dtype = "float32") -> Path:
-    """The Hugging Face folder of SmolLM2-135M-Instruct under ``cache``, converted at first use (some ten seconds).
+    """Returns the folder of SmolLM2-135M-Instruct under ``cache``, converted at first use (some ten seconds).
 
     It contains config.json, generation_config.json, model.safetensors (540 MB in float32, 270 MB in bfloat16) and the
     tokenizer with its chat template. Reports progress on stderr. Raises NotFound if the package is missing.
@@ -59,7 +59,7 @@ def smollm2_folder(cache: Path, dtype: Dtype = "float32") -> Path:
 
 
 def gguf_file() -> Path:
-    """The package's model file. The package is not imported, as that requires an application that is not needed."""
+    """Returns the package's model file. It does not import the package, which requires an application."""
     from importlib.metadata import PackageNotFoundError, files  # few processes need it
 
     try:
@@ -74,7 +74,7 @@ def gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path, dtype: Dtype) -> None:
-    """Reads the file's tensors itself: transformers would read the file three times and take several times as long."""
+    """Converts the file itself: transformers would read it three times and take several times as long."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import read_gguf_metadata
@@ -143,7 +143,7 @@ def _halves(weight: "Tensor", heads: int) -> "Tensor":
 
 
 def _checkpoint_name(name: str) -> str:
-    """``blk.3.attn_q.weight`` as ``model.layers.3.self_attn.q_proj.weight``."""
+    """Translates a name: ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
     if not name.startswith("blk."):
         return _NAMES[name]
     _, layer, part, kind = name.split(".")

@@ -5,6 +5,6 @@ from typing import Any
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ``text_config`` of a model of text and images; empty for a model of text alone."""
+    """Returns the ``text_config`` of a model of text and images, or nothing for a model of text alone."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else {}

@@ -92,9 +92,9 @@ def make_tiny(
     """Writes a random model with its tokenizer to ``folder`` and returns it; a folder of the same recipe is reused.
 
     The folder contains config.json, generation_config.json, model.safetensors (fp32, checkpoint names), tokenizer.json
-    and tokenizer_config.json. Each KV head has two attention heads; latent attention has no KV heads. ``experts``: of a
-    mixture, the experts per layer and per token. ``tied``: whether the head is the embedding; None: the kind's default.
-    The same seed gives the same bytes. torch's global random state is left untouched.
+    and tokenizer_config.json. Each KV head has two attention heads; latent attention has no KV heads. ``experts`` are
+    those of a mixture, per layer and per token. ``tied`` says whether the head is the embedding, by default as the kind
+    does. The same seed gives the same bytes. torch's global random state is left untouched.
 
     Raises InvalidValue for an unknown kind, and for experts of a model without them; Conflict if ``folder`` has other
     contents.

@@ -79,7 +79,6 @@ def _name(address: str) -> str:
 
 
 def _folders() -> list[Path]:
-    """The candidate folders for tokens, best first."""
     bases = [Path(base) for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME") if (base := os.environ.get(name))]
     with suppress(RuntimeError):  # a user without a home folder
         bases.append(Path.home() / ".cache")
@@ -100,6 +99,5 @@ def _shared(folder: Path) -> bool:
 
 
 def _private(folder: Path) -> bool:
-    """Whether it is this user's folder, which no other user can read."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077

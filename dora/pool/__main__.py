@@ -80,9 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, stop: threading.Event, stack: contextlib.ExitStack) -> None:
-    """Serves until it is stopped, or until the service is away for longer than the orphan timeout. Its snapshots end
-    with it.
-    """
+    """Serves until it is stopped, or the service is away beyond the orphan timeout. Its snapshots end with it."""
     token = taken("DORA_TOKEN")
     tls = tls_of(options)
     check_credentials(token, tls)

@@ -20,10 +20,10 @@ NotRead = Callable[[str], None]  # why it is lost; empty: it may be read another
 
 
 class Disk:
-    """Thread-safe. Callbacks are called in the disk's thread."""
+    """Reads and writes snapshots. Thread-safe. Callbacks are called in the disk's thread."""
 
     def __init__(self, spill: SpillFolder, secret: bytes, read_bytes: int) -> None:
-        """``secret``: the run's, for keyed checksums. ``read_bytes``: memory for snapshots that are being read back."""
+        """``secret`` is the run's, for keyed checksums. ``read_bytes`` limits memory for snapshots being read back."""
         self.most_bytes = spill.most_bytes
         self._spill = spill
         self._secret = secret
@@ -35,9 +35,7 @@ class Disk:
         self._thread.submit(self._write, parked, is_current, written)
 
     def read(self, parked: Parked, opened: "Future[Bodies]", not_read: NotRead) -> None:
-        """Completes ``opened`` with the bodies. Fails it with NotMovable if they are lost, or with TransferFailed if
-        the read memory is full.
-        """
+        """Completes ``opened`` with the bodies, or with NotMovable if lost, TransferFailed if read memory is full."""
         self._thread.submit(self._read, parked, opened, not_read)
 
     def remove(self, file: Path) -> None:
@@ -71,7 +69,6 @@ class Disk:
             opened.set_result(bodies)
 
     def _read_back(self, parked: Parked) -> tuple[Bodies, str]:
-        """Returns the bodies and a description of their damage; empty if they are sound."""
         file = parked.file
         if file is None:
             raise NotMovable(f"{parked.request_id} was forgotten meanwhile")

@@ -45,9 +45,7 @@ class Parked:
         return bool(self.bodies) and not self.is_writing and self.file is None and not self.readers
 
     def damage(self, bodies: Bodies, secret: bytes) -> str:
-        """Returns a description of the damage to its bytes; empty if they are sound. ``secret``: the run's, for keyed
-        checksums.
-        """
+        """Describes the damage to its bytes, or returns "". ``secret`` is the run's, for keyed checksums."""
         for number, (each, body) in enumerate(zip(self.rounds, bodies, strict=True), 1):
             chunk = each.seal.damaged(body.data, secret)
             if chunk:

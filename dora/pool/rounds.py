@@ -12,12 +12,10 @@ from dora.pool.parked import Bodies, Parked
 
 
 class ParkedRounds:
-    """Thread-safe, for one caller at a time."""
+    """Sends a parked snapshot. Thread-safe, for one caller at a time."""
 
     def __init__(self, parked: Parked, opened: "Future[Bodies]", secret: bytes, closed: Callable[[str], None]) -> None:
-        """``closed`` gets the reason if the bytes are lost, otherwise an empty text. It is not called if they were not
-        opened.
-        """
+        """``closed`` gets the reason if opened bytes are lost, otherwise an empty text."""
         self._parked = parked
         self._secret = secret
         self._closed = closed

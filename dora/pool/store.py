@@ -55,7 +55,7 @@ class PoolContents:
 
 
 class Store:
-    """Thread-safe."""
+    """The snapshots of one pool. Thread-safe."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Store:
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``secret``: the run's, for keyed checksums."""
+        """``secret`` is the run's, for keyed checksums."""
         self._arena = arena
         self._disk = disk
         self._secret = secret
@@ -190,7 +190,6 @@ class Store:
     # -------------------------------------------------------------------------------------------------- under the lock
 
     def _room_bytes(self) -> int:
-        """Returns the free arena bytes: neither occupied nor reserved."""
         used = sum(parked.memory_bytes for parked in self._parked.values()) + sum(self._let_in.values())
         return self._arena.most_bytes - used
 
@@ -198,7 +197,6 @@ class Store:
         return sum(each.size_bytes for each in self._parked.values() if each.file is not None or each.is_writing)
 
     def _make_room(self) -> None:
-        """Grants reservations in their order while there is room, and starts to make more room."""
         while self._waiting and self._waiting[0].kv_bytes <= self._room_bytes():
             first = self._waiting.popleft()
             try:
@@ -245,7 +243,6 @@ class Store:
         )
 
     def _settle(self, parked: Parked) -> None:
-        """Frees the memory of a snapshot that is on disk or was removed, unless a reader uses it."""
         is_kept = self._parked.get(parked.request_id) is parked
         if not parked.readers and (parked.file is not None or not is_kept):
             parked.bodies = ()
@@ -281,7 +278,6 @@ class Store:
                 self._settle(parked)
 
     def _read(self, parked: Parked, lost: str) -> None:
-        """Ends a read. ``lost``: the reason why the bytes are unusable."""
         if lost:
             self.drop(parked, lost)
         with self._lock:

@@ -42,7 +42,6 @@ def dataset_files(folder: Path, split: str) -> list[Path]:
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The files of a dataset written by ``save_to_disk``."""
     state = json_object(folder / "state.json", "--prompts")
     files = state.get("_data_files")
     listed = files if isinstance(files, list) else []

@@ -112,7 +112,6 @@ def _by_epochs(store: PromptStore, config: PromptsConfig) -> Callable[[int], Pro
 
 
 def _check_for_epochs(prompt_id: str, place: RowLocation) -> None:
-    """Checks that a prompt's id stays valid and unique with the suffix of later epochs."""
     most = ID_CHARACTERS_MAX - len(f"{SUFFIX}{EPOCHS_MAX}")
     if len(prompt_id) > most or _LATER_EPOCH.search(prompt_id):
         allowed = f"at most {most} characters long, without {SUFFIX} and a number at its end, which later epochs add"

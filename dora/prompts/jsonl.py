@@ -16,7 +16,7 @@ LINE_BYTES_MAX: Final = 8 << 20
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[RowLocation, dict[str, Any]]]:
-    """Raises InvalidValue, with the file and the line, for the first line that is not a JSON object."""
+    """Yields the rows. Raises InvalidValue, with file and line, for the first line that is not a JSON object."""
     try:
         with path.open("rb") as file:
             number = 0

@@ -51,7 +51,7 @@ class Columns:
         return cls({name: column for name, column in columns if column}, others)
 
     def used(self, present: Mapping[str, Any], place: "RowLocation") -> dict[str, str]:
-        """Field -> column of a row with these columns. Raises InvalidValue for a missing or conflicting column."""
+        """Maps fields to the columns present in a row. Raises InvalidValue for a missing or conflicting column."""
         used: dict[str, str] = {}
         for name in FIELDS:
             if name in self.named:
@@ -70,7 +70,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """A row of a file (0: the whole file), to be named in errors. ``columns``: field -> column of this row."""
+    """A row of a file (0 is the whole file), to be named in errors. ``columns`` maps fields to columns of this row."""
 
     path: Path
     number: int
@@ -95,8 +95,8 @@ def prompt_of_row(
 ) -> Prompt:
     """Converts a row. Raises InvalidValue, with the file, row and column of the first invalid value.
 
-    ``number``: the row's number in its source, used as the id of a prompt without one. ``verifier_kb``: the limit of
-    its verifier, ``prompts.verifier_kb``.
+    ``number`` is the row's number in its source, used as the id of a prompt without one. ``verifier_kb`` limits its
+    verifier (``prompts.verifier_kb``).
     """
     record = {name: row[column] for name, column in place.columns.items() if column in row}
     further = {name: value for name, value in row.items() if name not in place.columns.values()}

@@ -41,7 +41,7 @@ class PromptSource:
 
 
 def check_length(prompt: Prompt, limit_tokens: int | None) -> Prompt:
-    """Returns the prompt. Raises InvalidValue if it is empty or longer than ``limit_tokens`` (None: no limit)."""
+    """Returns the prompt. Raises InvalidValue if it is empty or longer than ``limit_tokens`` (None for no limit)."""
     length_tokens = len(prompt.token_ids)
     if length_tokens == 0:
         raise InvalidValue(f"prompt {prompt.prompt_id}: length in tokens", 0, "at least 1")

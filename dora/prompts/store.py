@@ -22,7 +22,7 @@ PROMPTS_MAX: Final = 1 << 24
 
 
 class PromptStore:
-    """Prompts are appended, then closed by ``check_ids``, then read in any order."""
+    """The prompts of a file. They are appended, then closed by ``check_ids``, then read in any order."""
 
     def __init__(self) -> None:
         self._file = SpooledTemporaryFile(max_size=MEMORY_BYTES, prefix="dora-prompts-")  # noqa: SIM115 # kept open
@@ -35,7 +35,7 @@ class PromptStore:
         return len(self._ends) - 1
 
     def append(self, prompt: Prompt, path: Path, row: int) -> None:
-        """Raises InvalidValue if there are too many prompts, or if the temporary file has no room."""
+        """Appends a prompt. Raises InvalidValue if there are too many, or if the temporary file has no room."""
         if len(self) >= PROMPTS_MAX:
             raise InvalidValue("--prompts", str(path), f"a source of at most {PROMPTS_MAX:,} prompts")
         packed = msgpack.packb(

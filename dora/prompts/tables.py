@@ -70,7 +70,6 @@ def _check_names(names: Sequence[str], path: Path) -> None:
 
 
 def _cells(row: dict[str, Any], used: dict[str, str], place: RowLocation) -> dict[str, Any]:
-    """Removes nulls from the row and parses objects stored as JSON texts."""
     found = without_nulls(row, used)
     for name in _OBJECTS:
         column = used.get(name)

@@ -59,8 +59,8 @@ def rendered(
 ) -> str:
     """Renders a chat. Raises the template's errors.
 
-    ``tools``: as in the OpenAI API. ``answer``: with the header of the assistant's next answer. ``options``: further
-    variables of the template, such as ``enable_thinking``.
+    ``tools`` are as in the OpenAI API. With ``answer``, the header of the assistant's next answer follows. ``options``
+    are further variables of the template, such as ``enable_thinking``.
     """
     variables = {**(options or {}), **special_tokens, "messages": messages, "tools": tools, "documents": None}
     return template.render(**variables, add_generation_prompt=answer)
@@ -73,7 +73,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, does not escape HTML."""
+    """Serialises to JSON. Unlike Jinja's own filter, it does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

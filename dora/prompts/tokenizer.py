@@ -19,8 +19,8 @@ from dora.prompts.template import Messages, compiled_template, rendered
 class ChatTokenizer:
     """The tokenizer of a Hugging Face folder. Gives the same ids as transformers.
 
-    ``cache``: the folder of exported tokenizers; None: ``default_cache()``. Raises InvalidValue if ``folder`` has no
-    tokenizer.json, or a tokenizer that cannot be loaded.
+    ``cache`` is the folder of exported tokenizers, by default ``default_cache()``. Raises InvalidValue if ``folder``
+    has no tokenizer.json, or a tokenizer that cannot be loaded.
     """
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
@@ -40,15 +40,12 @@ class ChatTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty: there is none."""
+        """The text of the chat template, empty if there is none."""
         text = self._exported.chat_template
         return text if isinstance(text, str) else ""
 
     def encode(self, text: str, special_tokens: bool = True) -> tuple[int, ...]:
-        """Encodes plain text, with the special tokens that this tokenizer adds to a text, or without them.
-
-        Other threads run meanwhile.
-        """
+        """Encodes text, with the special tokens that the tokenizer adds, or without. Other threads run meanwhile."""
         return tuple(self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids)
 
     def encode_chat(self, messages: Messages) -> tuple[str, tuple[int, ...]]:

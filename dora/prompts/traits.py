@@ -14,7 +14,7 @@ def key_of(prompt: Prompt) -> str:
 
 
 def features_of(prompt: Prompt) -> tuple[float, ...]:
-    """Finite numbers, the same count for every prompt: variety of tokens, share of digits, length of the numbers."""
+    """Returns as many finite numbers for every prompt: variety of tokens, share of digits, length of the numbers."""
     tokens, text = prompt.token_ids, prompt.text
     digits = sum(character.isdigit() for character in text)
     numbers = "".join(character if character.isdigit() else " " for character in text).split()

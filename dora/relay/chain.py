@@ -65,7 +65,6 @@ class Chain:
         return self._upstream.get(host, "")
 
     def upstreams(self, host: str, most: int = UPSTREAMS_MAX) -> tuple[str, ...]:
-        """Returns the hosts to ask, in order: the upstream, its predecessors, and the head last."""
         found: list[str] = []
         at = self.upstream(host)
         while at and len(found) < most - 1:
@@ -76,10 +75,7 @@ class Chain:
         return tuple(found)
 
     def add(self, site: Site) -> str:
-        """Appends a late or returning host to its zone's chain. Returns its upstream.
-
-        Raises Conflict if it is already in the chain.
-        """
+        """Appends a host to its zone's chain. Returns its upstream. Raises Conflict if it is in the chain already."""
         if site.host in self._sites:
             raise Conflict("host", site.host, "a host that is not in the chain", why="is in the chain already")
         upstream = self._last.get(site.zone) or self._exit(site)

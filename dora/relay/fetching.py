@@ -130,7 +130,7 @@ class VersionFetch:
     def _round(self, order: FetchOrder, changed: int) -> Holding | None:
         """Asks each upstream once. Returns the version, or None if another round is worthwhile; raises as ``run`` does.
 
-        ``changed``: the number of replacements when ``order`` was taken.
+        ``changed`` is the number of replacements when ``order`` was taken.
         """
         before = self.came_bytes
         reasons: list[str] = []
@@ -149,7 +149,6 @@ class VersionFetch:
         return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
-        """Returns the version, or adds a reason. Falls back to TCP once if another transport failed."""
         while True:
             by_tcp = upstream.host in self._only_tcp
             try:
@@ -167,7 +166,6 @@ class VersionFetch:
             self.culprits.add(upstream.host)
 
     def _take(self, upstream: Upstream) -> Holding:
-        """Receives all missing chunks from one upstream and seals the version."""
         measured = Measured()
         stream = self._connect(upstream)
         receivers: dict[str, Receiver] = {}
@@ -226,7 +224,6 @@ class VersionFetch:
         return stream
 
     def _open(self, stream: Stream, upstream: Upstream, receivers: dict[str, Receiver]) -> str:
-        """Requests the version and receives its manifest. Returns the transport's name."""
         names = [*([] if upstream.host in self._only_tcp else self.receivers), TCP]
         fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes, "transports": " ".join(names)}
         stream.send(Kind.FETCH, {**fetch, "manifest": self._holding is None})
@@ -268,8 +265,6 @@ class VersionFetch:
 
 @dataclass(slots=True)
 class _Arriving:
-    """The incoming pieces of one connection."""
-
     stream: Stream
     holding: Holding
     receiver: Receiver | None  # None: TCP
@@ -356,7 +351,6 @@ class _Arriving:
         return content.nbytes
 
     def _settled(self, most: int) -> TransferFailed | None:
-        """Waits until at most ``most`` checks are in progress. Returns a failure, wrong bytes first."""
         found: TransferFailed | None = None
         while len(self._checking) > most:
             try:
@@ -369,7 +363,6 @@ class _Arriving:
 
 
 def _heard(stream: Stream) -> Frame:
-    """Returns the next frame. Raises TransferFailed if it is a refusal."""
     frame = stream.receive()
     if frame.kind is Kind.REFUSED:
         raise TransferFailed(f"refused: {frame.head.get('reason')}")

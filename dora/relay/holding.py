@@ -21,7 +21,7 @@ TAG_BYTES: Final = 16  # of a chunk between hosts: BLAKE3 keyed with the run's s
 
 
 class Holding:
-    """One thread adds chunks; other threads wait for them and pass them on."""
+    """A version as it arrives. One thread adds chunks; other threads wait for them and pass them on."""
 
     def __init__(self, store: HostStore, manifest: Manifest, receiving: Receiving | None = None) -> None:
         """Without ``receiving`` the store has the whole version. Chunks already in ``receiving`` count as received."""
@@ -53,7 +53,7 @@ class Holding:
         return [self.numbering.number(file, index) for file, index in self.receiving.missing()]
 
     def add(self, number: int, tag: bytes = b"") -> None:
-        """Enters a received and checked chunk. ``tag``: the tag with which it came, to be passed on."""
+        """Enters a received and checked chunk. Its ``tag`` is passed on with it."""
         with self._changed:
             if tag:
                 self._tags[number] = tag
@@ -82,10 +82,7 @@ class Holding:
             self.receiving.close()
 
     def wait(self, after: int, timeout_s: float) -> Sequence[int]:
-        """Returns the chunks that came after the first ``after``, in order; empty after the timeout.
-
-        Raises TransferFailed if the version was abandoned.
-        """
+        """Returns the chunks after the first ``after``; none after the timeout. Raises TransferFailed if abandoned."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._arrived) > after, timeout_s)
             if self._ended:

@@ -56,9 +56,7 @@ def packed(numbers: Iterable[int]) -> bytes:
 
 
 def unpacked(body: bytes, chunks: int) -> Sequence[tuple[int, int]]:
-    """Decodes the runs of a version of ``chunks`` chunks. Raises TransferFailed for anything that ``packed`` does not
-    write.
-    """
+    """Decodes the runs of a version of ``chunks`` chunks. Raises TransferFailed unless ``packed`` wrote them."""
     if len(body) % _RUN.size or len(body) > RUNS_MAX * _RUN.size:
         raise TransferFailed(f"a list of chunks in {len(body)} bytes")
     found = list(_RUN.iter_unpack(body))

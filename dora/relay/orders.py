@@ -7,7 +7,7 @@ from dora.relay.link import Link
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A host that has a version or is receiving it. ``address``: its relay's, host:port."""
+    """A host that has a version or is receiving it. ``address`` is its relay's, host:port."""
 
     host: str
     epoch: int
@@ -30,7 +30,7 @@ class FetchOrder:
 class Arrived:
     """The version is in this host's store, complete and checked.
 
-    ``link``: measured to ``upstream``; None if too few bytes came for a measurement.
+    ``link`` was measured to ``upstream``. It is None if too few bytes came for a measurement.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """No upstream could deliver the version. ``culprits``: hosts that sent wrong bytes."""
+    """No upstream could deliver the version. ``culprits`` are hosts that sent wrong bytes."""
 
     name: str
     reason: str

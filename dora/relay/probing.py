@@ -40,7 +40,7 @@ _NUMBER: Final = struct.Struct("@I")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A measured link, in the direction to the other host. ``loss``: share of segments that were sent again."""
+    """A measured link, in the direction to the other host. ``loss`` is the share of segments that were sent again."""
 
     bytes_per_s: float
     round_trip_s: float
@@ -56,7 +56,7 @@ class Fetched:
 
 
 def probe(upstream: Upstream, own: Identity, secret: bytes, tls: Contexts | None = None) -> Probed:
-    """Takes at most some ``TIMEOUT_S``. Raises TransferFailed with the reason why the relay cannot be used."""
+    """Measures the link to a host, in at most some ``TIMEOUT_S``. Raises TransferFailed if its relay cannot be used."""
     with _connected(upstream, own, secret, tls) as (stream, connected, _):
         round_trip_s = min(_sent(stream, memoryview(b"")) for _ in range(_ROUNDS))
         piece, took_s, sent_bytes = memoryview(bytes(PIECE_BYTES)), 0.0, 0
@@ -115,9 +115,7 @@ def probe_fetch(upstream: Upstream, own: Identity, secret: bytes, name: str, tls
 
 
 def answer_probe(stream: Stream, first: Frame) -> None:
-    """Counts the bytes of a connection that begins with ``first``, or sends them back. Raises TransferFailed at its
-    end.
-    """
+    """Counts bytes of a connection that begins with ``first``, or returns them. Raises TransferFailed at the end."""
     frame = first
     for _ in range(PIECES_MAX):
         if frame.kind is not Kind.PROBE or frame.body_bytes > PIECE_BYTES:
@@ -150,7 +148,6 @@ def _connected(
 
 
 def _first(numbering: Numbering) -> Iterator[int]:
-    """Yields the first chunks, of together at most ``FETCHED_MAX`` bytes, and at least one."""
     left = FETCHED_MAX
     for number in range(numbering.chunks):
         left -= numbering.chunk_bytes(number)
@@ -160,7 +157,6 @@ def _first(numbering: Numbering) -> Iterator[int]:
 
 
 def _checked(stream: Stream, frame: Frame, numbering: Numbering, secret: bytes) -> int:
-    """Reads a piece of chunks and drops it. Returns its bytes. ``secret`` empty: chunks within a host have no tags."""
     first, count, tags = frame.field("first", int), frame.field("count", int), frame.field("tags", bytes, b"")
     if not 0 <= first < first + count <= numbering.chunks or len(tags) != (count * TAG_BYTES if secret else 0):
         raise TransferFailed(f"it sent chunks {first} to {first + count} with {len(tags)} bytes of tags")
@@ -175,7 +171,6 @@ def _checked(stream: Stream, frame: Frame, numbering: Numbering, secret: bytes) 
 
 
 def _sent(stream: Stream, piece: memoryview) -> float:
-    """Returns the time until the other end has a piece, and says so."""
     began_s = time.monotonic()
     stream.send(Kind.PROBE, {}, [piece])
     _completed(stream)
@@ -190,7 +185,6 @@ def _completed(stream: Stream) -> Frame:
 
 
 def _loss(connected: socket.socket) -> float:
-    """The share of segments that the kernel sent again; 0 if it does not tell."""
     try:
         told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         again, sent = (_NUMBER.unpack_from(told, at)[0] for at in (_RETRANSMITTED_AT, _SENT_AT))

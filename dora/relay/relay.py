@@ -53,7 +53,7 @@ class RelaySettings:
 
 
 class Relay:
-    """Thread-safe."""
+    """Sends and receives versions. Thread-safe."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Relay:
         settings: RelaySettings,
         tell: Callable[[Outcome], None],
     ) -> None:
-        """Opens ``door``, and closes it in the end. ``own``: the host's name and epoch for its peers.
+        """Opens ``door``, and closes it in the end. ``own`` has the host's name and epoch for its peers.
 
         ``tell`` gets one outcome for each order, or for several orders of one version, in a thread of the relay.
         """
@@ -87,10 +87,7 @@ class Relay:
         listener.open(serving.serve, settings.timeout_s, settings.tls)
 
     def fetch(self, order: FetchOrder) -> None:
-        """Starts to bring a version here, or changes its upstreams. ``tell`` gets the outcome.
-
-        Raises InvalidValue for a malformed name.
-        """
+        """Starts to bring a version here, or changes its upstreams. Raises InvalidValue for a malformed name."""
         version, _ = parsed_name(order.name)
         with self._lock:
             fetch = self._fetches.get(order.name)
@@ -184,7 +181,6 @@ class Relay:
         self._tell(outcome)
 
     def _clean(self, fetch: VersionFetch) -> None:
-        """Keeps a failed version's chunks for the next order, unless it was dropped or the store refuses them."""
         name = fetch.order.name
         with self._lock:
             holding = self._holdings.get(name)
@@ -205,10 +201,7 @@ class Relay:
         return Arrived(name, fetch.taken_from, fetch.came_bytes, monotonic() - began_s, fetch.link)
 
     def _hold(self, manifest: Manifest) -> Holding:
-        """Starts the reception of a version with the chunks that an earlier version shares, or resumes it.
-
-        Raises as ``HostStore.receive`` does.
-        """
+        """Starts or resumes a reception with the chunks of an earlier version. Raises as ``HostStore.receive``."""
         with self._lock:
             known = self._holdings.get(manifest.name)
         if known is not None:

@@ -53,9 +53,9 @@ class Serving:
         throttle: Throttle,
         wait_s: float,
     ) -> None:
-        """``find`` waits up to its second argument in seconds. ``senders``: transports beside TCP, by name.
+        """``find`` waits up to its second argument in seconds. ``senders`` has the transports beside TCP, by name.
 
-        ``wait_s``: how long a follower waits for new chunks before it is refused.
+        A follower waits ``wait_s`` for new chunks before it is refused.
         """
         self._own = own
         self._secret = secret
@@ -124,7 +124,6 @@ class Serving:
         return holding
 
     def _attached(self, stream: Stream, numbers: Sequence[str]) -> Sender | None:
-        """Returns the first common transport that works; None: TCP, on the stream itself."""
         for name in numbers:
             if name == TCP:
                 return None
@@ -149,7 +148,6 @@ class Serving:
         return None
 
     def _send(self, way: "_Way", follower: "_Follower", lacked: Sequence[tuple[int, int]]) -> None:
-        """Sends all missing chunks in their order of arrival."""
         holding, left = way.holding, {first + more for first, count in lacked for more in range(count)}
         seen, heard_s, told_s = 0, time.monotonic(), time.monotonic()
         while left:
@@ -196,8 +194,6 @@ class _NotAttached(TransferFailed):
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """A receiving relay, on a thread of its own."""
-
     stream: Stream
     peer: Identity
     stopping: threading.Event
@@ -214,8 +210,6 @@ class _Follower:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """The transfer of one version to one follower."""
-
     holding: Holding
     reader: Reader
     sender: Sender | None
@@ -223,9 +217,6 @@ class _Way:
     is_far: bool  # another host
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yields runs of chunks in the given order, each within one file and at most ``piece_bytes``, at least one
-        chunk.
-        """
         numbering = self.holding.numbering
         most_bytes = self.piece_bytes if self.sender is None else 0
         first, count, size, file = 0, 0, 0, ""
@@ -242,9 +233,7 @@ class _Way:
 
 
 def unsummed(parts: Iterable[Buffer]) -> bytes:
-    """An empty checksum for transports that compute one while they copy; versions have their own. Still consumes
-    ``parts``.
-    """
+    """Consumes ``parts`` for transports that compute a checksum while they copy. Versions have their own."""
     deque(parts, maxlen=0)
     return b""
 

@@ -25,7 +25,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def first(received: bytes | bytearray, most_bytes: int) -> dict[str, Any] | None:
-    """Decodes the frame at the beginning of ``received``; None while it is incomplete.
+    """Decodes the frame at the beginning of ``received``. Returns None while it is incomplete.
 
     Raises ValueError if it is longer than ``most_bytes``, is followed by other bytes, or holds no map.
     """
@@ -38,7 +38,7 @@ def first(received: bytes | bytearray, most_bytes: int) -> dict[str, Any] | None
 
 
 def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """Returns the next message of a blocking stream; None at its end, even within a frame."""
+    """Returns the next message of a blocking stream, or None at its end, even within a frame."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -48,7 +48,7 @@ def read(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 async def read_async(stream: asyncio.StreamReader, most_bytes: int) -> dict[str, Any] | None:
-    """Returns the next message of an asyncio stream; None at its end, even within a frame."""
+    """Returns the next message of an asyncio stream, or None at its end, even within a frame."""
     try:
         head = await stream.readexactly(_LENGTH.size)
         body = await stream.readexactly(_checked_length(head, most_bytes))

@@ -38,7 +38,6 @@ def load_function(spec: str, kind: Kind, describe: Describe = described) -> User
 
 
 def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFunction:
-    """Returns ``function``, callable with values for ``parameters`` in order, even if it takes them by name only."""
     if inspect.isclass(function):
         raise ValueError("names a class, whose call makes an instance of it; name a function, or an instance")
     if _yields(function):
@@ -59,7 +58,6 @@ def _callable(function: UserFunction, parameters: tuple[str, ...]) -> UserFuncti
 
 
 def _yields(function: UserFunction) -> bool:
-    """Returns whether it is a generator function, or an object or decorator around one."""
     inner = inspect.unwrap(function)
     called = [inner] if inspect.isroutine(inner) or hasattr(inner, "func") else [inner, type(inner).__call__]
     return any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)

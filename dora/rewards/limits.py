@@ -25,7 +25,7 @@ ALL_LOOK_S: Final = 1.0  # until the first look at all processes during one call
 
 @dataclass(frozen=True, slots=True)
 class UserLimits:
-    """The settings of the same names in ``section``, ``reward`` by default."""
+    """Limits on user code: the settings of the same names in ``section``, ``reward`` by default."""
 
     memory_mb: int = 4096
     open_files: int = 1024
@@ -54,7 +54,7 @@ class UserLimits:
     def exceeded(self, error: BaseException) -> str:
         """Returns the sentence that names the limit behind an error of user code, or "".
 
-        If it is the memory, there is then memory to report it with.
+        If that limit is the memory, it is raised, so that the error can be reported.
         """
         cause: BaseException | None = error
         for _ in range(16):  # an error that was caught may be the cause of this one

@@ -103,10 +103,7 @@ class FunctionPool:
         return pool
 
     async def call(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a process's answer; ``{"failure": the end of a sentence}`` for any failure in it.
-
-        Raises RuntimeError after ``close``.
-        """
+        """Returns a process's answer or ``{"failure": end of a sentence}``. Raises RuntimeError after ``close``."""
         if not self._workers:
             raise RuntimeError(f"the processes of {self.spec} are closed")
         ticket = secrets.token_bytes(16)
@@ -125,7 +122,6 @@ class FunctionPool:
             self._jobs.get_nowait().reply.cancel()
 
     async def _serve(self, process: "_Process | None") -> None:
-        """Serves one worker task: takes calls, and replaces a failed process before the next call."""
         jobs: deque[_Job] = deque()  # not answered yet
         together = 1
         try:
@@ -154,7 +150,6 @@ class FunctionPool:
                 await process.kill()
 
     def _add_waiting(self, jobs: deque[_Job], most: int) -> None:
-        """Adds this task's share of the waiting calls, up to ``most`` in total."""
         share = math.ceil((1 + self._jobs.qsize()) / max(1, len(self._workers)))
         size_bytes = len(jobs[0].frame)
         while len(jobs) < min(share, most) and size_bytes < BATCH_BYTES:
@@ -169,12 +164,10 @@ def _answer(job: _Job, reply: dict[str, Any]) -> None:
 
 
 class _Failure(Exception):
-    """The function or its process failed: the end of a sentence. The process is unusable."""
+    """The function or its process failed, for the reason in the end of a sentence. The process is unusable."""
 
 
 class _Process:
-    """One user process, ready for calls, through its supervisor (supervisor.py)."""
-
     def __init__(self, supervisor: asyncio.subprocess.Process) -> None:
         assert supervisor.stdin is not None and supervisor.stdout is not None
         self._supervisor = supervisor
@@ -186,9 +179,9 @@ class _Process:
 
     @classmethod
     async def started(cls, arguments: list[str], environment: Sequence[str], log_bytes: int) -> Self:
-        """Starts a process and waits until it has loaded its function; raises _Failure with the reason if it has not.
+        """Starts a process and waits until it has loaded its function. Raises _Failure with the reason if it has not.
 
-        ``arguments``: the kind, the function's name, its limits, and the folder of a tokenizer, if any.
+        ``arguments`` are the kind, the function's name, its limits, and the folder of a tokenizer, if any.
         """
         kind, spec, *rest = arguments
         command = [sys.executable, "-u", "-m", "dora.rewards.supervisor", kind, spec, str(log_bytes), *rest]
@@ -254,7 +247,7 @@ class _Process:
             exchanging.cancel()
 
     async def _written_and_read(self, frame: bytes, jobs: deque[_Job], is_first: bool) -> None:
-        """``is_first``: a process that ends before this call fails it, for the next process would do the same."""
+        """If ``is_first``, a process that ends before this call fails it, for the next process would do the same."""
         with contextlib.suppress(ConnectionError):  # it has ended, which the missing answer shows
             self._calls.write(frame)
             await self._calls.drain()

@@ -56,7 +56,7 @@ def serve_calls(
 
 
 class Errors:
-    """Describes errors of user code. ``at_limit``: one of them was a limit, and a new process has to take over."""
+    """Describes errors of user code. If ``at_limit``, one of them was a limit, and a new process takes over."""
 
     def __init__(self, limits: UserLimits) -> None:
         self._limits = limits
@@ -72,7 +72,7 @@ class Errors:
 
 
 def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None, describe: Describe) -> Message:
-    """Runs a filter on one group: {"keep"}, or {"failure": the reason}."""
+    """Runs a filter on one group. Returns {"keep"}, or {"failure": the reason}."""
     try:
         result = function(call["prompt_text"], call["rewards"], json.loads(call["verifier_json"]))
     except BaseException as error:  # a plug-in may raise anything; it must not end this process
@@ -81,7 +81,7 @@ def kept(function: UserFunction, call: Message, _tokenizer: Tokenizer | None, de
 
 
 def outcome(function: UserFunction, call: Message, tokenizer: Tokenizer | None, describe: Describe) -> Message:
-    """Runs a reward function: {"reward", "components", "log"}, or {"failure": the reason}."""
+    """Runs a reward function. Returns {"reward", "components", "log"}, or {"failure": the reason}."""
     try:
         token_ids = memoryview(call["response_token_ids"]).cast("i").tolist()
         text = call["response_text"]

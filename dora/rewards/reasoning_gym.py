@@ -13,9 +13,7 @@ _scorer = lru_cache(maxsize=None)(reasoning_gym.get_score_answer_fn)
 def score(
     prompt_text: str, response_text: str, response_token_ids: list[int], verifier: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the task's score of the final answer, 0 to 1. Most tasks give partial credit for an answer within other
-    text.
-    """
+    """Returns the task's score of the final answer, 0 to 1. Most tasks give partial credit within other text."""
     entry = verifier["entry"]
     found = final_answer(response_text)
     value = float(_scorer(verifier["task"])(answer=found, entry=entry))

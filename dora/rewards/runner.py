@@ -25,8 +25,8 @@ class RewardRunner(FunctionPool):
     ) -> Reward:
         """Scores one response. Never raises because of the function: see ``Reward.valid``.
 
-        ``response_text`` None: decoded from the token ids. ``name``: of the response, for what the function prints.
-        Raises RuntimeError after ``close``.
+        If ``response_text`` is None, it is decoded from the token ids. ``name`` is the response's, for what the
+        function prints. Raises RuntimeError after ``close``.
         """
         reply = await self.call(
             {

@@ -38,7 +38,7 @@ _OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # meant for the s
 
 
 class Ended(Exception):
-    """The user process is unusable: the end of a sentence gives the reason."""
+    """The user process is unusable, for the reason in the end of a sentence."""
 
 
 class ServiceGone(Exception):
@@ -46,7 +46,7 @@ class ServiceGone(Exception):
 
 
 class Prints:
-    """The user process's output: passed to our stderr, the service's log, up to a limit, then counted."""
+    """The user process's output. It passes to our stderr, the service's log, up to a limit, and is counted beyond."""
 
     def __init__(self, spec: str, source: int, log_bytes: int) -> None:
         self.source = source
@@ -56,7 +56,7 @@ class Prints:
         os.set_blocking(source, False)
 
     def pass_on(self) -> int:
-        """Passes on the present output. Returns its bytes: 0 if there is none or the output has ended."""
+        """Passes on the present output. Returns its bytes, or 0 if there is none or the output has ended."""
         try:
             printed = os.read(self.source, READ_BYTES)
         except BlockingIOError:
@@ -80,7 +80,7 @@ class Prints:
 
 
 class UserProcess:
-    """The user process as its supervisor sees it. ``service``: the descriptor that ends with the service."""
+    """The user process as its supervisor sees it. ``service`` is the descriptor that ends with the service."""
 
     def __init__(
         self, process_id: int, calls: int, verdicts: int, prints: Prints, service: int, limits: UserLimits
@@ -98,10 +98,7 @@ class UserProcess:
         os.set_blocking(calls, False)
 
     def ask(self, frame: bytes, ticket: bytes, limit_s: float, waits: Callable[[], None]) -> Message:
-        """Sends ``frame`` and returns the verdict with that ticket. Raises Ended and ServiceGone.
-
-        ``waits`` is called if the verdict takes long.
-        """
+        """Sends ``frame`` and returns its verdict. Calls ``waits`` if that takes long. Raises Ended, ServiceGone."""
         unsent, received, time_left = memoryview(frame), bytearray(), RunningTime(limit_s)
         self.usage.begin()
         self._poll.register(self._service, 0)  # its end is reported in any case
@@ -176,7 +173,6 @@ class UserProcess:
         return received
 
     def _exit_codes(self, wait: bool = False) -> None:
-        """Reaps ended processes: the user process, and its orphans."""
         self._exit_code = reap(wait).get(self._id, self._exit_code)
 
 
@@ -218,7 +214,6 @@ def main(arguments: list[str]) -> None:
 
 
 def _become_user_process(supervisor_id: int, ours: Iterable[int], prints_in: int, limits: UserLimits) -> None:
-    """Closes the supervisor's descriptors, resets session, signals and output, and limits the forked process."""
     for number in _OURS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
@@ -286,7 +281,6 @@ def _log(text: bytes) -> bool:
 
 
 def _leave() -> None:
-    """Ends the user process without the interpreter's shutdown; a bug of DORA is printed."""
     error = sys.exc_info()[1]
     if error is not None:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -34,17 +34,17 @@ def described(error: BaseException) -> str:
 
 
 def verdict(result: object, describe: Describe = described) -> Message:
-    """Returns a reward function's result as a message; a failure if it is not ``ALLOWED_RESULT``. Never raises."""
+    """Returns a reward function's result as a message, or a failure if it is not ``ALLOWED_RESULT``. Never raises."""
     return _guarded(lambda result: _verdict(result, describe), result, describe)
 
 
 def decision(result: object, describe: Describe = described) -> Message:
-    """Returns a filter's result as a message; a failure if it is neither True nor False. Never raises."""
+    """Returns a filter's result as a message, or a failure if it is neither True nor False. Never raises."""
     return _guarded(_decision, result, describe)
 
 
 def reward_of(spec: str, message: Message) -> Reward:
-    """Returns the reward in a verdict's message; for anything else an invalid one, whose log gives the reason."""
+    """Returns the reward in a verdict's message, or for anything else an invalid one, whose log gives the reason."""
     if "failure" not in message:
         message = verdict(message)
     if "failure" in message:
@@ -101,7 +101,6 @@ def _finite(value: object) -> float | None:
 
 
 def _scalar(value: object) -> object:
-    """Returns the value of a scalar of numpy or torch, such as ``np.bool_``, or of an array without dimensions."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 

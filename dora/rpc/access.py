@@ -64,7 +64,7 @@ ACCESS: Final[Mapping[str, tuple[Role, ...]]] = MappingProxyType(
 
 
 def name_of(method: str) -> str:
-    """Returns a method's name in ``ACCESS``; empty for a method of no guarded service."""
+    """Returns a method's name in ``ACCESS``, or an empty text for a method of no guarded service."""
     name = method.removeprefix(PACKAGE)
     return name if method.startswith(PACKAGE) and name in ACCESS else ""
 
@@ -80,13 +80,13 @@ def may_call(role: Role, method: str) -> bool:
 
 
 def certified(names: frozenset[str]) -> frozenset[Role]:
-    """Returns the roles of a certificate with these ones: those of the service and of hosts hold for their workers."""
+    """Returns the roles of a certificate with these names. Roles of the service and of hosts hold for their workers."""
     return frozenset(role for name in names for role in CERTIFIED.get(name, ()))
 
 
 def caller_by(holder: Holder, method: str) -> Caller | None:
-    """Returns the caller of a method with a certificate and no token, in a role that may call it if it has one; None:
-    the certificate has no role.
+    """Returns the caller of a method with a certificate and no token, in a role that may call it if it has one. Returns
+    None if the certificate has no role.
     """
     roles = sorted(certified(holder.roles))
     if not roles:
@@ -95,8 +95,8 @@ def caller_by(holder: Holder, method: str) -> Caller | None:
 
 
 def check_certificate(holder: Holder, method: str, now: datetime) -> None:
-    """Raises Unauthenticated for a certificate that is not valid any more, and PermissionDenied if it has roles and
-    none of them may call the method, whatever token comes over its connection.
+    """Raises Unauthenticated for a certificate that is not valid, and PermissionDenied if it has roles and none of them
+    may call the method, whatever token comes over its connection.
     """
     if not holder.is_valid(now):
         raise Unauthenticated("certificate", f"(valid until {holder.ends:%Y-%m-%d %H:%M:%S} UTC)", "one that is valid")

@@ -15,14 +15,14 @@ READS = "Operator/GetStatus"  # what a scraper does, as a method in ``access``
 
 
 def bearer_of(authorization: str) -> str:
-    """Returns the token of an HTTP header; empty: it has none."""
+    """Returns the token of an HTTP header, or an empty text."""
     scheme, _, token = authorization.partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def check_bearer(method: str, holder: Holder | None, token: str, tokens: ServiceTokens | None) -> None:
-    """Raises Unauthenticated and PermissionDenied unless the caller may do what ``method`` does. ``holder``: of its
-    certificate; None: it has shown none. ``tokens``: those that count; None: no token does.
+    """Raises Unauthenticated and PermissionDenied unless the caller may do what ``method`` does. ``holder`` is its
+    certificate's, or None. ``tokens`` are those that count; if None, no token does.
     """
     if holder is not None:
         check_certificate(holder, method, datetime.now(UTC))

@@ -37,7 +37,6 @@ class _Numbers:
     used: int = 0  # bit n: highest - n
 
     def take(self, number: int) -> bool:
-        """Returns whether the number was free."""
         ahead = number - self.highest
         if ahead > 0:
             self.used = (self.used << min(ahead, NUMBERS_KEPT) | 1) & ((1 << NUMBERS_KEPT) - 1)
@@ -68,7 +67,7 @@ def authorization_of(metadata: Any) -> str:
 
 
 class Challenges:
-    """Belongs to one incarnation of a service."""
+    """Challenges and proofs of one incarnation of a service."""
 
     def __init__(self, tokens: ServiceTokens, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokens = tokens
@@ -87,9 +86,7 @@ class Challenges:
         return pb.ChallengeReply(nonce=nonce, proofs=proofs)
 
     def admit(self, metadata: Any, method: str) -> ProvenCall:
-        """Returns the caller of a call. Raises Unauthenticated for no proof, a wrong, an old or a used one, and
-        LimitExceeded for too many new sessions.
-        """
+        """Returns the caller. Raises Unauthenticated without a valid new proof, LimitExceeded for too many sessions."""
         found = authorization_of(metadata)
         if not found:
             raise Unauthenticated("token", MISSING, token_for(name_of(method)))

@@ -27,7 +27,7 @@ Options = list[tuple[str, int]]
 def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES, proxied: bool = True) -> Options:
     """Returns a client's options: message limits, keepalive that notices a dead host in 30 s, quick reconnects.
 
-    ``proxied``: use the environment's ``http_proxy``, gRPC's default.
+    With ``proxied``, uses the environment's ``http_proxy``, gRPC's default.
     """
     return [
         *_limits(max_message_bytes),
@@ -79,11 +79,11 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Returns a channel to ``address`` (host:port), which connects with its first call. Needs a running event loop.
 
-    ``credentials``: of TLS; None: the connection is in the clear. ``name``: what the service's certificate must name;
-    empty: the host, or localhost for the wildcard address.
+    ``credentials`` are of TLS; without them, the connection is not encrypted. The service's certificate must have
+    ``name``, or if that is empty the host, or localhost for the wildcard address.
 
-    This host is never reached through a proxy, because the proxy's own loopback is another host. ``proxied`` False: no
-    host is. Raises InvalidValue for an address without port.
+    This host is never reached through a proxy, because the proxy's own loopback is another host. Without ``proxied``,
+    no host is. Raises InvalidValue for an address without port.
     """
     host, separator, port = address.rpartition(":")
     if not (separator and host and port.isdigit() and 0 < int(port) < 1 << 16):

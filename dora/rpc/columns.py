@@ -47,7 +47,7 @@ def columns_to_wire(spans: Iterable[TokenSpan]) -> pb.TokenColumns:
 
 
 def columns_from_wire(message: pb.TokenColumns) -> TokenColumns:
-    """Raises InvalidValue if columns have different lengths, a row occurs twice, or an end is invalid."""
+    """Unpacks token spans. Raises InvalidValue if columns' lengths differ, a row occurs twice, or an end is invalid."""
     found = {name: _column(getattr(message, name), name) for name in _DTYPES}
     rows = found["rows"].astype(np.int64)
     for name in ("ends", "routed_bytes"):  # empty: all are 0

@@ -68,7 +68,7 @@ def trajectory_to_wire(trajectory: Trajectory) -> pb.Trajectory:
 
 
 def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None) -> Trajectory:
-    """``decoder``: decodes texts on request. Raises InvalidValue if lengths differ."""
+    """Converts a trajectory, whose ``decoder`` decodes texts on request. Raises InvalidValue if lengths differ."""
     values = _named(message, _PLAIN)
     for name, form in _CONVERTED:
         values[name] = form.read(getattr(message, name), name)
@@ -78,7 +78,7 @@ def trajectory_from_wire(message: pb.Trajectory, decoder: Decoder | None = None)
 
 
 def group_from_wire(*parts: pb.TrajectoryGroup, decoder: Decoder | None = None) -> TrajectoryGroup:
-    """Joins the messages of one group. ``decoder`` as in :func:`trajectory_from_wire`."""
+    """Joins the messages of one group. ``decoder`` is that of :func:`trajectory_from_wire`."""
     trajectories = tuple(trajectory_from_wire(each, decoder) for part in parts for each in part.trajectories)
     return TrajectoryGroup(parts[0].group_id, trajectories)
 
@@ -109,7 +109,6 @@ def trajectory_batches(
 
 
 def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGroup]:
-    """Yields the group's message, or several with at least one trajectory if it exceeds ``most_bytes``."""
     part = pb.TrajectoryGroup(group_id=group.group_id)
     held_bytes = part.ByteSize()
     for trajectory in group.trajectories:
@@ -126,7 +125,7 @@ def _parts(group: TrajectoryGroup, most_bytes: int) -> Iterator[pb.TrajectoryGro
 
 
 def trajectory_bytes_most(prompt_tokens: int, max_tokens: int, routing: RoutingShape | None = None) -> int:
-    """Returns the largest size of one trajectory's message. ``routing``: the shape of its expert rows; None: none."""
+    """Returns the largest size of one trajectory's message. ``routing`` is the shape of its expert rows, if any."""
     response_bytes = _INT32.itemsize + _FLOAT32.itemsize + _UINT8.itemsize  # token, logprob, loss mask
     routed_bytes = 0 if routing is None else routing.token_bytes * routing.rows(prompt_tokens, max_tokens)
     return _INT32.itemsize * prompt_tokens + response_bytes * max_tokens + routed_bytes + _HISTORY_BYTES
@@ -147,7 +146,7 @@ def request_to_wire(request: RequestSpec) -> pb.StartRequest:
 
 
 def request_from_wire(message: pb.StartRequest) -> RequestSpec:
-    """Raises InvalidValue if the numbers of outputs and logprobs differ, or input runs are not among the outputs."""
+    """Converts a request. Raises InvalidValue if outputs and logprobs differ in number, or runs exceed these."""
     outputs, logprobs = _tokens_and_logprobs(message.output_token_ids, message.logprobs, "output_token_ids")
     bounds = list(message.given)
     if len(bounds) % 2 or bounds != sorted(set(bounds)) or (bounds and bounds[-1] > len(outputs)):
@@ -178,7 +177,7 @@ def canary_to_wire(canary: Canary) -> pb.Canary:
 
 
 def canary_from_wire(message: pb.Canary) -> Canary | None:
-    """Returns None for an empty message: no canary was sent. Raises InvalidValue if its lengths do not match."""
+    """Returns a canary, or None for an empty message. Raises InvalidValue if its lengths do not match."""
     token_ids = token_ids_from_wire(message.token_ids, "canary.token_ids")
     logprobs = _array(message.logprobs, _FLOAT32, "canary.logprobs")
     if not token_ids and not len(logprobs):
@@ -289,7 +288,7 @@ def _array(content: bytes, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
 
 
 def token_ids_from_wire(content: bytes, name: str) -> tuple[int, ...]:
-    """Raises InvalidValue unless the bytes are a whole number of int32."""
+    """Converts int32 bytes. Raises InvalidValue unless they are a whole number of int32."""
     return tuple(_array(content, _INT32, name).tolist())
 
 
@@ -313,7 +312,7 @@ class FieldForm:
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """The same for a kind with several fields in ``pb.Trajectory``. ``write`` returns these fields.
+    """Does the same for a kind with several fields in ``pb.Trajectory``. ``write`` returns these fields.
 
     It is not called for None, which writes no field.
     """

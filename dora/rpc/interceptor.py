@@ -85,7 +85,7 @@ class Counter:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Raises LimitExceeded at the limit."""
+        """Counts a call. Raises LimitExceeded at the limit."""
         if self._open >= self._most:
             raise LimitExceeded(self._what, self._open + 1, f"at most {self._most} open at once")
         self._open += 1
@@ -113,7 +113,7 @@ def server_interceptors(
 ) -> Sequence[ServerInterceptor]:
     """Returns the interceptors of ``grpc.aio.server``: access first, then conversion of errors. Needs an event loop.
 
-    ``room`` learns which peers prove a token. ``domain``: of the names in certificates, as for ``holder_of``.
+    ``room`` learns which peers prove a token. ``domain`` is that of names in certificates, as for ``holder_of``.
     """
     access = AccessInterceptor(tokens, max_message_bytes, room or Room(connections_most()), domain, watcher)
     return (access, ErrorInterceptor())
@@ -162,9 +162,7 @@ class AccessInterceptor(ServerInterceptor):
         )
 
     def _guarded(self, answer: Behaviour, method: str, metadata: Any, pool: CallLimits) -> Behaviour:
-        """Returns ``answer`` for a caller that is known and may call the method, counted among its service's open
-        calls, after the service's proof.
-        """
+        """Returns ``answer`` for a permitted caller, counted among open calls, after the service's proof."""
 
         async def behaviour(requests: Any, context: ServicerContext) -> AsyncIterator[Any]:
             holder = _holder(context, self._domain)
@@ -200,7 +198,7 @@ class AccessInterceptor(ServerInterceptor):
         await abort(context, error)
 
     def _admitted(self, method: str, metadata: Any, holder: Holder | None) -> ProvenCall:
-        """Returns the caller: of its token, or of its certificate alone. Raises Unauthenticated and LimitExceeded."""
+        """Returns the caller by its token, or by its certificate alone. Raises Unauthenticated and LimitExceeded."""
         if holder is not None and not authorization_of(metadata):
             caller = caller_by(holder, name_of(method))
             if caller is not None:
@@ -231,8 +229,8 @@ def _holder(context: ServicerContext, domain: str) -> Holder | None:
 
 
 def _check(admitted: ProvenCall, method: str, holder: Holder | None) -> None:
-    """Raises Unauthenticated for a token or certificate that is not valid any more, PermissionDenied for one of
-    another role. If the caller has both, both must permit the method.
+    """Raises Unauthenticated for a token or certificate that is not valid, PermissionDenied for one of another role. If
+    the caller has both, both must permit the method.
     """
     if holder is not None:
         check_certificate(holder, method, datetime.now(UTC))

@@ -43,7 +43,7 @@ class PackedGroup(TrajectoryGroup):
     """A group whose responses are created on access; everything else is read from its columns."""
 
     def __init__(self, message: pb.PackedGroup, tokens: Sequence[Content], decoder: Decoder | None = None) -> None:
-        """``tokens``: for each response, its TOKENs; they must not change. Raises InvalidValue if malformed."""
+        """``tokens`` has each response's TOKENs, which must not change. Raises InvalidValue if malformed."""
         responses = len(message.trajectory_ids)
         for name, is_rare in LENGTHS:
             count = len(getattr(message, name))
@@ -130,7 +130,7 @@ class PackedGroup(TrajectoryGroup):
 
 
 def pack(group: TrajectoryGroup) -> PackedGroup | None:
-    """Returns the group in columns; None if they cannot hold all of it."""
+    """Returns the group in columns, or None if they cannot hold all of it."""
     members = group.trajectories
     if not members or not all(map(_follows, members)):
         return None
@@ -147,7 +147,6 @@ def pack(group: TrajectoryGroup) -> PackedGroup | None:
 
 
 def _follows(trajectory: Trajectory) -> bool:
-    """Returns whether the fields that columns leave out follow from the others."""
     values = {name: getattr(trajectory, name) for name in DECLARED}
     return all(equal(values[name], follows(values)) for name, follows in FOLLOWING.items()) and all(
         equal(values[name], default) for name, default in DEFAULTS.items()
@@ -164,7 +163,7 @@ def packed_batches(
     batch_bytes: int = PACKED_BYTES,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator[bytes | pb.TrajectoryBatch]:
-    """Like :func:`dora.rpc.convert.trajectory_batches`; packed groups become bytes of messages, others messages.
+    """Does as :func:`dora.rpc.convert.trajectory_batches`. Packed groups become bytes of messages, others messages.
 
     Raises LimitExceeded for a trajectory over the limit.
     """
@@ -185,7 +184,6 @@ def packed_batches(
 
 
 def _size_bytes(group: TrajectoryGroup) -> int | None:
-    """Returns the size of a message with this packed group alone; None for another group."""
     if not isinstance(group, PackedGroup):
         return None
     return group.message.ByteSize() + sum(map(len, group.contents)) + _ENVELOPE_BYTES
@@ -243,7 +241,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(content: bytes, at: int) -> tuple[int, int]:
-    """Returns the number and its end, which is beyond the content if it is cut."""
+    """Returns the number and its end, which is beyond the content if that is cut."""
     value = shift = 0
     while at < len(content):
         byte = content[at]

@@ -17,7 +17,7 @@ _Convert = Callable[[Any], Any]
 
 
 def packed_message(members: Sequence[Any], read: Callable[[str], Callable[[Any], Any]]) -> pb.PackedGroup:
-    """Returns the columns of a group. ``read``: returns the function that reads a field, by name, from a member."""
+    """Returns the columns of a group. ``read`` returns the function that reads a field, by name, from a member."""
     written: dict[str, Any] = {name: read(name)(members[0]) for name in _SAME_UNCHANGED}
     for name, column in _EACH_UNCHANGED.items():
         written[column] = list(map(read(name), members))
@@ -34,8 +34,8 @@ def equal(one: Any, other: Any) -> bool:
 class PackedColumn:
     """The form of one field of all responses in ``pb.PackedGroup``.
 
-    ``write`` converts the values, one for each response, to the message's fields, and ``read`` back. ``lengths``:
-    fields of the message that have one value for each response, or none if the column is rare.
+    ``write`` converts the values, one for each response, to the message's fields, and ``read`` back. ``lengths`` names
+    the fields of the message that have one value for each response, or none if the column is rare.
     """
 
     write: Callable[[Sequence[Any]], dict[str, Any]]
@@ -47,7 +47,6 @@ class PackedColumn:
 
 
 def _column_of(name: str, declared: Declared) -> PackedColumn:
-    """Raises KeyError for a kind without a column form."""
     if declared.packing is Packing.SAME:
         return _same(name, declared.kind)
     if declared.kind in _OWN_COLUMNS:
@@ -81,7 +80,6 @@ def _same(name: str, kind: ValueKind) -> PackedColumn:
 
 
 def _rare(column: str, to_wire: _Convert | None, from_wire: _Convert | None, empty: Callable[[], Any]) -> PackedColumn:
-    """A value for each response, or no values if all are empty."""
     nothing = empty()
 
     def write(values: Sequence[Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ _SCRYPT: Final = {"n": 1 << 14, "r": 8, "p": 1}
 
 
 def root_of(owner: str) -> bytes:
-    """Returns what all keys and tokens follow from that are derived from the owner's token. Takes some 50 ms."""
+    """Returns the root of all keys and tokens that are derived from the owner's token. Takes some 50 ms."""
     return hashlib.scrypt(owner.encode(), salt=b"dora tokens", **_SCRYPT)
 
 
@@ -103,7 +103,7 @@ class Credential:
 
     @classmethod
     def parsed(cls, header: str) -> Self | None:
-        """Returns None for any other text."""
+        """Parses a header. Returns None for any other text."""
         try:
             scheme, holder, nonces, number, proof = header.split(" ")
             both, mac = bytes_of(nonces), bytes_of(proof)
@@ -123,7 +123,7 @@ def seal(session: bytes, content: bytes) -> bytes:
 
 
 def unseal(session: bytes, sealed: bytes) -> bytes:
-    """Raises InvalidValue for what ``seal`` has not made for this session."""
+    """Decrypts a secret. Raises InvalidValue if ``seal`` did not make it for this session."""
     nonce, body, mac = sealed[:NONCE_BYTES], sealed[NONCE_BYTES:-_MAC_BYTES], sealed[-_MAC_BYTES:]
     if len(sealed) < NONCE_BYTES + _MAC_BYTES or not hmac.compare_digest(mac, _mac(session, b"sealed", nonce, body)):
         raise InvalidValue("secret", "(not shown)", "sealed for this session")
@@ -137,8 +137,8 @@ def check_token(token: str) -> None:
 
 
 def check_owner(token: str) -> None:
-    """Raises InvalidValue as ``check_token``, and for an owner's token that somebody could guess: a stranger gets
-    proofs to try guesses on, and all roles' tokens follow from it.
+    """Raises InvalidValue as ``check_token``, and for an owner's token that can be guessed: a stranger gets proofs to
+    try guesses on, and all roles' tokens follow from it.
     """
     check_token(token)
     if (bits := strength_of(token)) < OWNER_BITS:
@@ -147,9 +147,7 @@ def check_owner(token: str) -> None:
 
 
 def strength_of(token: str) -> float:
-    """Returns a cautious estimate of a token's bits, from its kinds of characters. A letter of a word counts 2, and
-    what occurs again counts once.
-    """
+    """Estimates a token's bits cautiously. A letter of a word counts 2, and repeated characters count once."""
     words = sum(map(len, re.findall("[a-z]{4,}|[A-Z]{4,}", token)))
     once = min(len(token), len({token[at : at + _SAME] for at in range(len(token) - _SAME + 1)}) + _SAME - 1)
     if 4 * words >= 3 * sum(map(str.isalnum, token)):
@@ -163,7 +161,7 @@ def text_of(content: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Raises ValueError."""
+    """Decodes URL-safe base64. Raises ValueError."""
     try:
         return base64.b64decode(text.encode(), altchars=b"-_", validate=True)
     except binascii.Error as error:
@@ -178,6 +176,6 @@ def _masked(session: bytes, nonce: bytes, content: bytes) -> bytes:
 
 
 def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
-    """The lengths make the parts unambiguous."""
+    """Computes a MAC. The lengths make the parts unambiguous."""
     framed = b"".join(len(part).to_bytes(8) + part for part in (label, *parts))
     return hmac.digest(key, framed, "sha256")

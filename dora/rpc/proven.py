@@ -44,9 +44,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(slots=True)
 class ProvenSession:
-    """One session with a service that has proved itself. ``key`` empty: both ends have shown certificates, and the
-    client has no token.
-    """
+    """One session with a proven service. ``key`` is empty if both ends have shown certificates, without a token."""
 
     holder: str
     client_nonce: bytes
@@ -65,7 +63,7 @@ class ProvenSession:
 
 @dataclass(frozen=True, slots=True)
 class CallProof:
-    """The metadata of one call, and the proof that its answer must have; empty: the service's certificate is proof."""
+    """The metadata of one call, and the proof of its answer, which is empty if the service's certificate is proof."""
 
     session: ProvenSession
     metadata: Metadata
@@ -100,9 +98,9 @@ class Prover:
     """
 
     def __init__(self, address: str, token: str | Path, worker_id: str = "", tls: Tls | None = None) -> None:
-        """``token``: or the file that has it, which is read again for each session; it may be empty for a client with a
-        certificate. ``worker_id``: the name of a worker or pool. ``tls``:
-        None: that of DORA_TLS and the like.
+        """``token`` may be the file that has it, which is read again for each session. It may be empty for a client
+        with a certificate. ``worker_id`` is the name of a worker or pool. If ``tls`` is None, it is that of DORA_TLS
+        and the like.
 
         Raises InvalidValue for a token that is not printable ASCII, and for TLS files that cannot be used.
         """
@@ -117,7 +115,7 @@ class Prover:
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """The credentials for a new connection; None: connections are in the clear."""
+        """The credentials for a new connection, or None if connections are not encrypted."""
         return self._credentials.current() if self._credentials is not None else None
 
     async def challenge(self, channel: grpc.aio.Channel, method: str, timeout_s: float | None = None) -> ProvenSession:
@@ -160,7 +158,7 @@ class Prover:
                 self._token = found or self._token
 
     def doubted(self, method: str, why: str = "") -> DoraError:
-        """Returns the error of a call to a service that does not prove that it knows the token. ``why``: about an
+        """Returns the error of a call to a service that does not prove that it knows the token. ``why`` is about an
         address whose answers are not those of a service of this release.
         """
         if self._was_proven:
@@ -172,7 +170,7 @@ class Prover:
         return Unauthenticated("token", "(wrong)" if self._token else MISSING, token_for(name_of(method)))
 
     def _session(self, nonce: bytes, reply: pb.ChallengeReply) -> ProvenSession | None:
-        """The session of the holder whose proof our token gives. The owner's key takes longest, and is tried last."""
+        """Finds the session of the holder whose proof our token gives. It tries the owner's key, the slowest, last."""
         for each in sorted(reply.proofs, key=lambda each: each.holder == proof.OWNER):
             key = proof.holder_key(each.holder, self._token)
             if hmac.compare_digest(each.proof, proof.service_proof(key, nonce, reply.nonce)):
@@ -377,7 +375,7 @@ class ProvenStream:
 def proven_channel(
     address: str, prover: Prover | str, max_message_bytes: int = MAX_MESSAGE_BYTES, *, proxied: bool = True
 ) -> ProvenChannel:
-    """Returns a channel as ``open_channel`` does, with the prover's TLS. ``prover``: or a token, for one connection.
+    """Returns a channel as ``open_channel`` does, with the prover's TLS. ``prover`` may be a token, for one connection.
 
     Once the files have another certificate, later calls use a connection with that one; open calls stay on theirs.
     """

@@ -55,7 +55,7 @@ CERTIFIED: Final[Mapping[str, tuple[Role, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller. ``worker_id``: for a worker that the service started, the only name that it may use."""
+    """A caller. A worker that the service started may use no name but ``worker_id``."""
 
     role: Role
     worker_id: str = ""
@@ -69,7 +69,7 @@ SESSION: Final[ContextVar[bytes]] = ContextVar("session")  # its session's key, 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a token, with its caller. ``is_ended``: the token is not valid any more."""
+    """The key of a token, with its caller. If it ``is_ended``, the token is not valid."""
 
     key: bytes = field(repr=False)
     caller: Caller
@@ -85,7 +85,7 @@ class TokenGeneration:
 
     @classmethod
     def following(cls, owner: str) -> Self:
-        """Takes some 50 ms. Raises InvalidValue for a token that is weak or not printable ASCII."""
+        """Derives the tokens, in some 50 ms. Raises InvalidValue for a token that is weak or not printable ASCII."""
         proof.check_owner(owner)
         root = proof.root_of(owner)
         derived: dict[Role, str] = {role: _derived(root, role) for role in Role if role is not Role.OWNER}
@@ -99,7 +99,7 @@ class ServiceTokens:
     """The tokens of one service. Earlier ones stay valid for an overlap after they were replaced."""
 
     def __init__(self, owner: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """``owner``: the owner's token; empty: a new one. Raises InvalidValue as ``TokenGeneration.following``."""
+        """``owner`` is the owner's token, a new one if empty. Raises InvalidValue as ``TokenGeneration.following``."""
         self._clock = clock
         self._newest = TokenGeneration.following(owner or secrets.token_hex(proof.OWNER_BITS // 4))
         self._replaced: list[tuple[float, TokenGeneration]] = []  # each with the end of its overlap, the latest last
@@ -137,7 +137,7 @@ class ServiceTokens:
         return [generation.keys[Role(role)] for generation in self._valid()] if role in list(Role) else []
 
     def role_of(self, token: str) -> Role | None:
-        """Returns the role of a token in the clear; None: it is no role's, or not valid."""
+        """Returns the role of a token in the clear, or None if it is no role's, or not valid."""
         raw = token.encode(errors="replace")
         found = None
         for generation in self._valid():
@@ -159,8 +159,8 @@ class ServiceTokens:
             keys[-1] = replace(keys[-1], is_ended=True)
 
     def mark_of(self, worker_id: str) -> str:
-        """Returns the mark of the worker's token, by which a later service recognises it; empty: it has none. Who has
-        the mark can prove the token.
+        """Returns the mark of the worker's token, by which a later service recognises it, or an empty text. A process
+        with the mark can prove the token.
         """
         keys = self._started.get(worker_id)
         return keys[-1].key.hex() if keys else ""

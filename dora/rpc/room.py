@@ -40,10 +40,10 @@ class _Socket:
 
 
 class Room:
-    """``open`` once the service listens, ``close`` at its end. ``proven`` may be called by any thread."""
+    """Keeps room. ``open`` it once the service listens, ``close`` it at its end. ``proven`` is thread-safe."""
 
     def __init__(self, most: int) -> None:
-        """``most``: connections of the service."""
+        """``most`` is the service's limit of connections."""
         self._most = most
         self._port = 0
         self._proven: dict[Peer, float] = {}  # when the peer last proved its token
@@ -74,7 +74,7 @@ class Room:
             self._calls.pop(noted, None)
 
     def challenged(self, peer: str) -> None:
-        """Notes that this peer was answered a challenge: silent connections of its address are ended before it."""
+        """Notes that this peer was answered a challenge. Silent connections of its address are ended before it."""
         self._count(self._note(self._challenged, peer))
 
     def refused(self, peer: str) -> None:
@@ -143,7 +143,6 @@ class Room:
         return each.peer is not None and not each.is_ended and each.peer not in self._proven
 
     def _keep(self, unproven: list[int]) -> list[int]:
-        """Ends connections until there are no more unproven ones than may be."""
         by_host: dict[str, deque[int]] = defaultdict(deque)
         for descriptor in sorted(unproven, key=self._rank):
             peer = self._sockets[descriptor].peer
@@ -177,7 +176,6 @@ class Room:
                 os.close(copy)
 
     def _peer(self, descriptor: int) -> Peer | None:
-        """The other end of a connection to our port; None for any other socket."""
         try:
             with socket.socket(fileno=os.dup(descriptor)) as held:
                 if held.family not in (socket.AF_INET, socket.AF_INET6) or held.getsockname()[1] != self._port:
@@ -195,11 +193,11 @@ def _parsed(peer: str) -> Peer | None:
 
 
 def host_of_peer(peer: str) -> str:
-    """Returns the address in gRPC's name of a peer; empty: it has none."""
+    """Returns the address in gRPC's name of a peer, or an empty text."""
     found = _parsed(peer)
     return found[0] if found is not None else ""
 
 
 def _plain(host: str) -> str:
-    """An IPv4 address may stand within an IPv6 one."""
+    """Removes the mark of an IPv4 address within an IPv6 one."""
     return host.removeprefix("::ffff:")

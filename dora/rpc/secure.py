@@ -12,7 +12,7 @@ from dora.tls.watched import Watched
 
 
 def server_credentials(tls: Tls, *, mutual: bool) -> grpc.ServerCredentials:
-    """Returns a service's credentials. ``mutual``: only clients with a certificate of the authority connect.
+    """Returns a service's credentials. If ``mutual``, only clients with a certificate of the authority connect.
 
     Raises InvalidValue for files that a server cannot use.
     """

@@ -51,7 +51,7 @@ class Responder:
         """Reports all tokens that were sampled."""
 
     def began_copy(self, command_id: int) -> None:
-        """A request's KV is on its way while the request decodes."""
+        """Reports that a request's KV is on its way while the request decodes."""
         self._orders.send(pb.WorkerMessage(copy_began=pb.CopyBegan(command_id=command_id)))
 
 
@@ -59,7 +59,7 @@ V = TypeVar("V", bound=Responder)
 
 
 class CommandLoop(Generic[V]):
-    """``run`` returns at Shutdown or when told to stop. Kinds of commands are added to ``handlers``."""
+    """Runs commands. ``run`` returns at Shutdown or when told to stop. Its owner adds kinds to ``handlers``."""
 
     def __init__(self, orders: Orders, endpoint: Endpoint, responder: V) -> None:
         self._orders = orders
@@ -84,9 +84,7 @@ class CommandLoop(Generic[V]):
         raise NotImplementedError
 
     def obey_waiting(self, timeout_s: float) -> bool:
-        """Obeys all waiting commands, and waits for the first. Returns False after Shutdown, when the end of the stream
-        is no failure.
-        """
+        """Obeys all waiting commands; waits for the first. Returns False after Shutdown: the stream may end then."""
         while not self._shutdown and (command := self._orders.take(timeout_s)) is not None:
             self._obey(command)
             timeout_s = 0.0
@@ -113,7 +111,7 @@ class CommandLoop(Generic[V]):
         self._responder.answer(outcome)
 
     def leave(self) -> None:
-        """The service is lost; the member lives on."""
+        """Leaves the lost service. The member lives on."""
         self.endpoint.leave()
 
     def _reserve_slot(self, order: pb.ReserveSlot, outcome: pb.WorkerOutcome) -> object:

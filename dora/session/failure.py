@@ -21,8 +21,8 @@ def fail(command: str | None, outcome: pb.WorkerOutcome, error: DoraError) -> No
 
 
 def _error_kind(command: str | None, error: DoraError) -> str:
-    """The kind of a failure. ``weights``: the publication is at fault, not this worker; ``missing``: the store of this
-    host lacks it.
+    """Returns the kind of a failure. ``weights`` means that the publication is at fault, not this worker; ``missing``,
+    that the store of this host lacks it.
     """
     if command == "load_version" and isinstance(error, NotFound):
         return "missing"
@@ -38,5 +38,4 @@ def _error_kind(command: str | None, error: DoraError) -> str:
 
 
 def _unreadable(error: DoraError) -> bool:
-    """Whether a file could not be read, which says nothing of what is in it."""
     return isinstance(error.__cause__, OSError)

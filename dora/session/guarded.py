@@ -5,9 +5,7 @@ from dora.tls import Tls
 
 
 def check_credentials(token: str, tls: Tls | None) -> None:
-    """Raises InvalidValue for a worker or pool without a token and without a certificate, and for TLS files that it
-    cannot listen with.
-    """
+    """Raises InvalidValue without token and certificate, and for TLS files that it cannot listen with."""
     if tls is not None:
         tls.check(serves=True)
     if not token and tls is None:

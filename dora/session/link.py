@@ -43,9 +43,7 @@ def plane_of(
     arena: Arena | None = None,
     tls: Contexts | None = None,
 ) -> DataPlane:
-    """This process's data plane, with the service's settings and its own ``tls``. ``arena_bytes``, ``arena``: of a
-    pool.
-    """
+    """Returns this process's data plane, by the service's settings and its own ``tls``. A pool has an arena."""
     settings = PlaneSettings(
         secret=welcome.kv.secret,
         folder=Path(welcome.snapshot_folder),
@@ -59,7 +57,7 @@ def plane_of(
 
 
 def at_host(welcome: pb.Welcome, folder: str) -> pb.Welcome:
-    """``welcome`` as it is on a host with a folder of its own; ``folder`` empty: on the service's."""
+    """Returns ``welcome`` as it is on a host with a ``folder`` of its own, or on the service's if that is empty."""
     if folder:
         welcome.snapshot_folder = str(Path(folder) / SNAPSHOTS)
         welcome.weights_folder = str(Path(folder) / WEIGHTS)
@@ -81,8 +79,8 @@ class SessionLink:
         held: pb.WorkerHello | pb.PoolHello | None = None,
         host: str = "",
     ) -> None:
-        """``prover``: outlives its links. ``name``, ``capability``: of the worker or pool. ``held``: its hello's part
-        about an earlier link, if it has outlived one. ``host``: the name of its host; empty: the system's name.
+        """``prover`` outlives its links. ``name`` and ``capability`` are of the worker or pool. ``held`` is its hello's
+        part about an earlier link, if it has outlived one. ``host`` is its host's name, or the system's if empty.
         """
         self.address = prover.address
         self._prover = prover
@@ -107,7 +105,7 @@ class SessionLink:
         self._thread.start()
 
     def take(self, timeout_s: float) -> pb.WorkerCommand | None:
-        """The next command; None if none came in time (0: do not wait). Raises once the stream is broken."""
+        """Returns the next command, or None if none came in time (at once if 0). Raises once the stream is broken."""
         try:
             taken = self._inbox.get(block=timeout_s > 0, timeout=timeout_s or None)
         except queue.Empty:
@@ -156,7 +154,7 @@ class SessionLink:
                 self._inbox.put(found)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
-        """Outcomes that are ready at once go in one message."""
+        """Yields messages. Outcomes that are ready at once go in one message."""
         yield self._hello
         message = await self._outbox.get()
         while message is not None:

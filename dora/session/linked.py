@@ -74,16 +74,14 @@ class LinkedMember(Member):
 
     @abstractmethod
     def loop_of(self, link: SessionLink, welcome: pb.Welcome, plane: DataPlane) -> CommandLoop[Any]:
-        """The command loop: a new one, or the earlier one after a reconnection."""
+        """Returns the command loop: a new one, or the earlier one after a reconnection."""
 
     def step_alone(self) -> bool:
-        """Does some work without a service; False: there is none."""
+        """Does some work without a service. Returns False if there is none."""
         return False
 
     def serve(self) -> None:
-        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if the service is lost for too
-        long.
-        """
+        """Serves until told to end. Raises the service's refusal, and ServiceUnavailable if it is lost for too long."""
         try:
             run_blocking(self.stay_connected())
         except (ServiceUnavailable, Conflict) as error:
@@ -122,7 +120,7 @@ class LinkedMember(Member):
         return TOLD_TO_END
 
     def patience_s(self, error: DoraError) -> float:
-        """A service that still has this name in use has not noticed the end of the earlier session."""
+        """Tolerates a name in use: the service has not noticed the end of the earlier session."""
         is_in_use = isinstance(error, Conflict) and error.field in ("worker_id", "pool_id")
         if not is_in_use and not isinstance(error, ServiceUnavailable):
             self._orphan_timeout_s = 0.0
@@ -135,7 +133,7 @@ class LinkedMember(Member):
                 self._stop.wait(IDLE_S)
 
     def _await_welcome(self, link: SessionLink) -> pb.Welcome | None:
-        """None: told to end meanwhile. Raises the service's refusal, or ServiceUnavailable."""
+        """Returns None if told to end meanwhile. Raises the service's refusal, or ServiceUnavailable."""
         ends_s = time.monotonic() + OPEN_TIMEOUT_S
         while not self._stop.is_set():
             command = link.take(0.0 if self.step_alone() else IDLE_S)

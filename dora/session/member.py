@@ -55,13 +55,13 @@ class Member(ABC):
 
     @abstractmethod
     async def run_session(self) -> str | None:
-        """Connects with a hello and obeys. Sets ``has_joined``. Returns the reason for which the member ends; None: the
-        stream ended without one. Raises ServiceUnavailable, and the service's refusal.
+        """Connects with a hello and obeys. Sets ``has_joined``. Returns the reason for which the member ends, or None
+        if the stream ended without one. Raises ServiceUnavailable, and the service's refusal.
         """
 
     @abstractmethod
     def patience_s(self, error: DoraError) -> float:
-        """Returns the time that this error may last since the start or the last session; 0: it ends the member."""
+        """Returns how long this error may last since the start or the last session. At 0 it ends the member."""
 
     @abstractmethod
     async def live_on(self, pause_s: float, error: DoraError) -> None:

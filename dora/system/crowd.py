@@ -5,7 +5,7 @@ from typing import Final
 
 
 class Crowd:
-    """At most ``most`` connections. Belongs to the event loop."""
+    """Limits the connections to ``most``. Belongs to the event loop."""
 
     def __init__(self, most: int) -> None:
         self._most: Final = most
@@ -13,9 +13,7 @@ class Crowd:
         self._proven: set[asyncio.Transport] = set()
 
     def enter(self, transport: asyncio.Transport) -> bool:
-        """Takes a place. If there is none, the oldest unproven connection of the host that has most is ended. Returns
-        whether there is one now.
-        """
+        """Takes a place, if it can by ending the fullest host's oldest unproven connection. Returns if it could."""
         if self._full():
             for each in [*self._proven, *(each for held in self._unproven.values() for each in held)]:
                 if each.is_closing():

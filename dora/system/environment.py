@@ -48,8 +48,8 @@ def child_environment(
 ) -> dict[str, str]:
     """Returns the variables for a child process.
 
-    ``passed``: names beside the allow-list, where ``*`` stands for any text. ``stated`` overrides what is inherited.
-    ``parent``: where to inherit from; default: this process's environment.
+    ``passed`` has names beside the allow-list, where ``*`` stands for any text. ``stated`` overrides what is inherited
+    from ``parent``, by default this process's environment.
     """
     allowed = (*INHERITED, *passed)
     source = os.environ if parent is None else parent

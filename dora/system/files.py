@@ -17,7 +17,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def try_folder(folder: Path) -> None:
-    """Makes ``folder`` where it is absent and writes in it, then undoes both. Raises the OSError that this meets."""
+    """Makes ``folder`` if it is absent and writes in it, then undoes both. Raises the OSError that this meets."""
     absent = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def nearest_existing(folder: Path) -> Path:
 
 
 def path_of(name: str, field: str) -> Path:
-    """The path that a text from outside means, with ``~``. Raises InvalidValue, naming ``field``, where none can be."""
+    """Returns the path that an outside text means, with ``~``. Raises InvalidValue, naming ``field``, if none is."""
     try:
         path = Path(name).expanduser()
         os.lstat(path)
@@ -48,7 +48,7 @@ def path_of(name: str, field: str) -> Path:
 
 
 def entries(folder: Path) -> list[Path]:
-    """The entries of a folder, by name. Empty if there is no such folder: another thread may have deleted it."""
+    """Returns a folder's entries, by name, or none if there is no such folder: another thread may have deleted it."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -56,7 +56,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def inner_entries(folder: Path) -> Iterator[Path]:
-    """The entries of a folder's own folders, except of those that are deleted meanwhile (``Path.glob`` would raise)."""
+    """Yields the entries of a folder's own folders, except those deleted meanwhile (``Path.glob`` would raise)."""
     for inner in entries(folder):
         yield from entries(inner)
 
@@ -80,10 +80,7 @@ def link_or_copy(source: Path, target: Path, *, may_link: bool = True) -> None:
 
 
 def replace_durably(file: Path, text: str) -> None:
-    """Replaces the content of ``file``, which only this user may read. A crash leaves the old or the new content.
-
-    Raises OSError.
-    """
+    """Replaces a private ``file``. A crash leaves the old or the new content. Raises OSError."""
     unfinished = file.with_name(f".{file.name}")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -11,7 +11,7 @@ GROUPS: Final = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the interface that has this IPv4 or IPv6 address, or the address of this name; empty: none.
+    """Returns the name of the interface that has this IPv4 or IPv6 address, or the address of this name, or nothing.
 
     Loopback addresses other than 127.0.0.1 belong to the interface that has that one.
     """
@@ -27,9 +27,7 @@ def interface_of(address: str) -> str:
 
 
 def restrict_groups(address: str) -> None:
-    """Restricts the groups of this process and its children to the interface of this address, where the environment
-    names no other.
-    """
+    """Restricts this process's groups to the interface of this address, unless the environment names another."""
     name = interface_of(address)
     for variable, prefix in GROUPS.items() if name else ():
         os.environ.setdefault(variable, prefix + name)

@@ -39,9 +39,7 @@ class LineFile:
         self._doubted = False  # an fsync failed: the unsynced lines must be written again
 
     def lines(self) -> Iterator[bytes]:
-        """Yields the lines, and makes them durable. A line at the end that a crash has torn was never acknowledged,
-        and is cut off.
-        """
+        """Yields the lines and makes them durable. Cuts off a line that a crash has torn: it was never acknowledged."""
         self._whole_bytes = 0
         for line in whole_lines(self._path):
             self._whole_bytes += len(line)

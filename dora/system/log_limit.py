@@ -39,7 +39,6 @@ class LogLimit(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written."""
         if getattr(record, "is_summary", False):
             return True
         kind = (record.name, record.levelno, str(record.msg)[:KIND_CHARACTERS])

@@ -21,7 +21,7 @@ Position = Callable[[], Mapping[str, int]]
 
 
 def about(**fields: str | int) -> dict[str, Any]:
-    """The argument ``extra`` of a log call: the step, version, worker, host, session or request of its line."""
+    """Returns the argument ``extra`` of a log call: the step, version, worker, host, session or request of its line."""
     return {_ABOUT: fields}
 
 
@@ -47,9 +47,7 @@ class JsonLines(logging.Formatter):
 
 
 class LastWarnings(logging.Handler):
-    """Keeps time, level and text of a logger's last warnings and errors, the newest last. One that comes again at once
-    is kept with its last time.
-    """
+    """Keeps time, level and text of a logger's last warnings, the newest last; of a repeated one, the last time."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -19,10 +19,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Python's search for cyclic garbage, made rare where many objects live long and few are in cycles.
+    """Makes Python's search for cyclic garbage rare, as many objects live long and few are in cycles.
 
-    Else Python walks the whole heap again and again: with 131,072 requests it takes a fifth of an admission's time.
-    A higher threshold stays as it is, and where nothing is collected, nothing is.
+    Otherwise Python walks the whole heap again and again: with 131,072 requests it takes a fifth of an admission's
+    time. A higher threshold stays as it is, and if collection is off, it stays off.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(COLLECT_OBJECTS, before[0]) if before[0] else 0, *before[1:])
@@ -33,10 +33,10 @@ def collecting_rarely() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep up to ``KEPT_BYTES`` of freed memory, for good. False where the C library is not glibc.
+    """Lets this process keep up to ``KEPT_BYTES`` of freed memory for good. Returns False without glibc.
 
-    Else it may return a plan's temporary columns, a megabyte each with 131,072 requests, to the kernel, which clears
-    them for the next one: a third of a plan's time, or nothing, as the heap happens to lie.
+    Otherwise it may return a plan's temporary columns, a megabyte each with 131,072 requests, to the kernel, which
+    clears them for the next one: a third of a plan's time, or nothing, as the heap happens to lie.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -45,21 +45,18 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_memory() -> bool:
-    """Returns what is free to the kernel now, after something large. False where the C library is not glibc."""
+    """Returns free memory to the kernel now, after something large. Returns False if the C library is not glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
 
 def memory_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Host memory that this process may ever use: the machine's, or less by a limit of its control groups."""
+    """Returns the memory that this process may ever use: the machine's, or less by a limit of its control groups."""
     return min([_meminfo(proc, "MemTotal"), *(limit for limit, _ in _limits(proc, groups))])
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Host memory that new processes can use without swapping, within the limits of this process's control groups.
-
-    Source: proc(5), ``MemAvailable`` of /proc/meminfo.
-    """
+    """Returns memory for new processes, without swap, within control groups. Source: proc(5), ``MemAvailable``."""
     within = (max(0, limit - used) for limit, used in _limits(proc, groups))
     return min([_meminfo(proc, "MemAvailable"), *within])
 

@@ -40,7 +40,7 @@ UNKNOWN: Final = Locality()
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """CPUs and memory nodes of a process; none: it is not bound, ``why`` says the reason."""
+    """CPUs and memory nodes of a process. Without any it is not bound, and ``why`` says the reason."""
 
     cpus: frozenset[int] = frozenset()
     nodes: frozenset[int] = frozenset()
@@ -86,7 +86,7 @@ def binding_of(places: Sequence[Locality], may_use: Allowed) -> Binding:
 
 
 def bind(environment: Mapping[str, str] = os.environ) -> str:
-    """Binds this process as its environment states; returns a line for its log, empty if nothing is stated.
+    """Binds this process as its environment states. Returns a line for its log, empty if nothing is stated.
 
     Failures leave it unbound: it works from everywhere, only slower.
     """

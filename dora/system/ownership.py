@@ -39,9 +39,7 @@ def hold_new(file: Path, content: str = "") -> int:
 
 
 class OwnerLocks:
-    """The locks of a folder's owner: of its lock file, and of the folder itself, which nobody can remove and make anew
-    while its content stays.
-    """
+    """The locks of a lock file and of its folder, which nobody can remove while its content stays."""
 
     def __init__(self, descriptors: tuple[int, ...]) -> None:
         self._descriptors = descriptors
@@ -54,8 +52,8 @@ class OwnerLocks:
 
 
 def hold(file: Path) -> OwnerLocks | None:
-    """Locks a lock file, which is created if it is absent, and its folder. Returns None if another process has one of
-    them. The file then names this process.
+    """Locks a lock file, which is created if absent, and its folder. Returns None if another process has one of them.
+    The file then names this process.
     """
     descriptors: list[int] = []
     try:
@@ -100,7 +98,7 @@ def owner_of(file: Path) -> str:
 
 
 def place_of(file: Path) -> str:
-    """The ``place`` that a lock file would have if it were held; empty: there is no such file."""
+    """Returns the ``place`` that a lock file would have if it were held, or an empty text if there is no such file."""
     try:
         return _place(file.stat())
     except OSError:
@@ -112,7 +110,7 @@ def _place(stat: os.stat_result) -> str:
 
 
 def is_abandoned(file: Path) -> bool:
-    """Whether there is such a file, of this user, that nobody holds."""
+    """Returns whether there is such a file, of this user, that nobody holds."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class PrefixedOutput(io.TextIOWrapper):
-    """A text stream to a file descriptor. ``name``: of what writes now."""
+    """A text stream to a file descriptor. ``name`` names the present writer."""
 
     def __init__(self, descriptor: int, name: Callable[[], str]) -> None:
         raw = io.FileIO(descriptor, "wb", closefd=False)

@@ -20,7 +20,7 @@ _ROOT: Final = 0
 
 @contextlib.contextmanager
 def private_files() -> Iterator[int]:
-    """New files and folders of this process are private within the context. Yields the umask from before."""
+    """Makes new files and folders of this process private within the context. Yields the umask from before."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield before
@@ -59,7 +59,7 @@ def check_owner(folder: Path, field: str) -> None:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Whether it is a folder of this user, and no link to one."""
+    """Returns whether it is a folder of this user, and no link to one."""
     try:
         found = folder.lstat()
     except OSError:

@@ -23,16 +23,16 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Lets the system kill this process once its ``parent`` has ended; at once where it has ended already."""
+    """Lets the system kill this process once its ``parent`` has ended, at once if it has ended already."""
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def reap(wait: bool = False) -> dict[int, int]:
-    """Exit codes of the children that have ended, by process id, as ``subprocess`` gives them: below 0, a signal.
+    """Returns exit codes of ended children by process id, as ``subprocess`` gives them (below 0: a signal).
 
-    ``wait``: until one has ended, where there are any.
+    With ``wait``, waits until one has ended, if there are any.
     """
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
@@ -58,7 +58,7 @@ def end_descendants() -> None:
 
 
 def descendants(ended_too: bool = False) -> list[int]:
-    """Ids of the processes below this one; ``ended_too``: with those whose exit code nobody has asked for yet."""
+    """Returns ids of the processes below this one. ``ended_too`` adds those whose exit code is still to be read."""
     return [process.pid for process in psutil.Process().children(recursive=True) if ended_too or _runs(process)]
 
 
@@ -85,7 +85,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def listener_of(port: int) -> int:
-    """The id of this user's process that listens at a TCP port of this machine; 0: none is found."""
+    """Returns the id of this user's process that listens at a TCP port of this machine, or 0 if none is found."""
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port:

@@ -13,9 +13,7 @@ SECRET_MAX_BYTES: Final = 4096
 
 
 def read_token(file: Path, option: str = OPTION) -> str:
-    """Returns the token in ``file``. Raises InvalidValue, naming ``option``, if other users can read the file, or it
-    cannot be read.
-    """
+    """Returns the token in ``file``. Raises InvalidValue, naming ``option``, if it is unreadable or not private."""
     try:
         with file.open(encoding="utf-8") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)

@@ -18,8 +18,8 @@ INTERRUPTED: Final = 130
 def drain_on_signals(drain: Callable[[], None], end: Callable[[], object]) -> None:
     """Calls ``drain`` at the first signal of ``DRAIN``, and ``end`` at a SIGINT that follows one.
 
-    A SIGINT after ``end`` ends the process at once. Further signals of other kinds change nothing. SIGHUP stays
-    ignored where it was at the start (nohup).
+    A SIGINT after ``end`` ends the process at once. Further signals of other kinds change nothing. SIGHUP stays ignored
+    if it was at the start (nohup).
     """
     loop = asyncio.get_running_loop()
     phase = 0
@@ -44,9 +44,7 @@ def drain_on_signals(drain: Callable[[], None], end: Callable[[], object]) -> No
 
 
 def ignore_notices() -> None:
-    """Ignores what a terminal or a scheduler sends to every process. A worker or pool calls it before it begins, as an
-    engine loads for a minute.
-    """
+    """Ignores what a terminal or scheduler sends to all processes. Call it first: an engine loads for a minute."""
     for number in CHILD_IGNORED:
         signal.signal(number, signal.SIG_IGN)
 

@@ -41,7 +41,7 @@ NAME_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """An authority that issues certificates. ``trusted``: the PEM of all whose certificates the cluster accepts."""
+    """An authority that issues certificates. ``trusted`` is the PEM of all whose certificates the cluster accepts."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -49,7 +49,7 @@ class Authority:
 
     @classmethod
     def made(cls, days: float, now: datetime, trusted: bytes = b"") -> "Authority":
-        """Makes a new one. ``trusted``: earlier ones, which stay accepted."""
+        """Makes a new one. ``trusted`` has earlier ones, which stay accepted."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{COMMON_NAME} {now:%Y-%m-%d %H:%M:%S}")])
         certificate = (
@@ -63,7 +63,7 @@ class Authority:
 
     @classmethod
     def read(cls, folder: Path) -> "Authority":
-        """Raises InvalidValue if the folder has none that can be read."""
+        """Reads the authority of a folder. Raises InvalidValue if it has none that can be read."""
         try:
             trusted = (folder / CA).read_bytes()
             key = load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
@@ -75,16 +75,16 @@ class Authority:
         return cls(certificate, key, trusted)
 
     def write(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Writes the authority into a folder. Raises OSError."""
         write_private(folder / AUTHORITY_KEY, _pem(self.key))
         write_private(folder / CA, self.trusted)
 
     def issue(
         self, role: str, name: str, hosts: Iterable[str], now: datetime, days: float, *, serves: bool | None = None
     ) -> tuple[bytes, bytes]:
-        """Returns a certificate for a role and its key, as PEM. ``hosts``: names and addresses at which its process
-        listens. ``serves``: whether it listens at all; None: as the role does. It ends with the authority's own at the
-        latest.
+        """Returns a certificate for a role and its key, as PEM. Its process listens at the names and addresses
+        ``hosts``. ``serves`` says whether it listens at all; if None, as the role does. It ends with the authority's
+        own at the latest.
         """
         serves = role in SERVES if serves is None else serves
         key = ec.generate_private_key(ec.SECP256R1())

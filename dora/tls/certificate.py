@@ -23,7 +23,7 @@ NAME_MAX: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a certificate. ``roles``: as written there, known or not."""
+    """The holder of a certificate. ``roles`` are as written there, known or not."""
 
     roles: frozenset[str]
     name: str  # the first one that goes with a role; empty: none does
@@ -36,8 +36,8 @@ class Holder:
 
 @lru_cache(maxsize=4096)
 def holder_of(pem: bytes, domain: str = "") -> Holder:
-    """Returns the holder of the first certificate in ``pem``. ``domain``: the only trust domain, or DNS suffix, whose
-    names count; empty: any that the authority vouches for. Raises ValueError for what is no certificate.
+    """Returns the holder of the first certificate in ``pem``. Only names in the trust domain, or DNS suffix, ``domain``
+    count, or any that the authority vouches for if it is empty. Raises ValueError for what is no certificate.
     """
     from cryptography import x509
 

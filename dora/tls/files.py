@@ -41,11 +41,11 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of PEM files. ``ca``: the authorities whose certificates are accepted. ``cert``, with those between it and
-    the authority, and ``key``: this process's own; both empty for a client without a certificate.
+    """Paths of PEM files. ``ca`` has the authorities whose certificates are accepted. ``cert``, with those between it
+    and the authority, and ``key`` are this process's own; both are empty for a client without a certificate.
 
-    ``name``: what the service's certificate must name, if that is not the host in its address. ``domain``: the only
-    SPIFFE trust domain, or DNS suffix, whose roles count; empty: any that the authorities vouch for.
+    The service's certificate must have ``name``, if that is not the host in its address. Only roles in the SPIFFE trust
+    domain, or DNS suffix, ``domain`` count, or any that the authorities vouch for if it is empty.
     """
 
     ca: str
@@ -65,7 +65,7 @@ class Tls:
     @classmethod
     def from_files(cls, folder: str = "", **single: str) -> Self | None:
         """Returns the files that options or variables name: a folder, and single fields, which override the folder's.
-        None: no file is named.
+        Returns None if no file is named.
 
         Raises InvalidValue for a certificate without its key, and for files without an authority.
         """
@@ -83,7 +83,7 @@ class Tls:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Self | None:
-        """Returns the files that DORA_TLS (a folder), DORA_TLS_CERT, DORA_TLS_KEY and DORA_TLS_CA name; None: none."""
+        """Returns the files that DORA_TLS (a folder), DORA_TLS_CERT, DORA_TLS_KEY and DORA_TLS_CA name, or None."""
         source = os.environ if variables is None else variables
         single = {part: source.get(name, "") for part, name in VARIABLES.items()}
         return cls.from_files(source.get(FOLDER_VARIABLE, ""), **single)
@@ -95,7 +95,7 @@ class Tls:
         return {name: os.path.abspath(value) if name in paths else value for name, value in stated.items() if value}
 
     def signature(self) -> Signature:
-        """Returns what changes when one of the files is replaced. Raises OSError."""
+        """Returns a value that changes when one of the files is replaced. Raises OSError."""
         found = [os.stat(path) for path in (self.cert, self.key, self.ca) if path]
         return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
 

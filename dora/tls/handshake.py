@@ -19,7 +19,7 @@ def context_of(ca: str, cert: str, key: str, *, server: bool) -> ssl.SSLContext:
 
 
 def refusal(ca: str, cert: str, key: str, *, as_server: bool) -> str:
-    """Returns why the other end of a connection would refuse this certificate; empty: it would not."""
+    """Returns why the other end of a connection would refuse this certificate, or an empty text."""
     own = context_of(ca, cert, key, server=as_server)
     other = context_of(ca, cert, key, server=not as_server)
     own.verify_mode = ssl.CERT_NONE  # only the other's view counts here

@@ -23,8 +23,8 @@ MakeProtocol = Callable[[], asyncio.BaseProtocol]
 
 
 class HttpTls:
-    """The TLS of one server. ``mutual``: clients without a certificate of the authority do not connect; otherwise one
-    that is shown must be of it.
+    """The TLS of one server. If ``mutual``, clients without a certificate of the authority cannot connect. Otherwise a
+    certificate that is shown must be of it.
     """
 
     def __init__(self, tls: Tls, *, mutual: bool) -> None:
@@ -44,11 +44,11 @@ class HttpTls:
         return context
 
     def connecting(self, make: MakeProtocol) -> MakeProtocol:
-        """Returns what makes the protocols of a listener's connections. ``make``: of a connection that is secured."""
+        """Returns the maker of protocols for a listener's connections. ``make`` makes that of a secured connection."""
         return lambda: _Handshake(self, make)
 
     def holder(self, transport: asyncio.BaseTransport | None) -> Holder | None:
-        """Returns the holder of the certificate that the connection's client has shown; None: it has shown none."""
+        """Returns the holder of the certificate that the connection's client has shown, or None."""
         secured = None if transport is None else transport.get_extra_info("ssl_object")
         shown = None if secured is None else secured.getpeercert(binary_form=True)
         return holder_of_der(shown, self.tls.domain) if shown else None
@@ -60,7 +60,6 @@ class HttpTls:
         await asyncio.gather(*self._shaking, return_exceptions=True)
 
     def begin(self, transport: asyncio.Transport, handshake: "_Handshake", make: MakeProtocol) -> None:
-        """Begins a handshake."""
         self._crowd.enter(transport)
         transport.pause_reading()
         task = asyncio.create_task(self._shake(transport, handshake, make))
@@ -86,7 +85,7 @@ class HttpTls:
 
 
 class _Handshake(asyncio.Protocol):
-    """Has a connection until it is secured, and what comes right behind the handshake."""
+    """Holds a connection until it is secured, and what comes right behind the handshake."""
 
     def __init__(self, guard: HttpTls, make: MakeProtocol) -> None:
         self._guard = guard

@@ -21,12 +21,10 @@ RECEIVED_BYTES: Final = 512 << 10  # of one call, at most
 
 
 class SecureSocket:
-    """Has the methods of a socket that ``dora.kvtransfer.wire.Stream`` uses. The socket blocks, with timeouts of its
-    own.
-    """
+    """The methods of a socket that ``dora.kvtransfer.wire.Stream`` uses. It blocks, with timeouts of its own."""
 
     def __init__(self, connected: socket.socket, contexts: Contexts, timeout_s: float, *, server: bool) -> None:
-        """``shake_hands`` must follow."""
+        """Prepares the socket. ``shake_hands`` must follow."""
         self._socket = connected
         self._contexts = contexts
         self._timeout_s = timeout_s
@@ -41,7 +39,7 @@ class SecureSocket:
         self.family = connected.family
 
     def shake_hands(self) -> None:
-        """Raises TransferFailed if the other end is none of the run's."""
+        """Shakes hands. Raises TransferFailed if the other end is none of the run's."""
         ends_s = time.monotonic() + self._timeout_s
         try:
             while True:
@@ -73,7 +71,7 @@ class SecureSocket:
         return sent
 
     def recv_into(self, target: memoryview, count: int = 0, flags: int = 0) -> int:
-        """Fills ``target``; with less if the other end closes, or takes longer than the timeout."""
+        """Fills ``target``, with less if the other end closes, or takes longer than the timeout."""
         taken = min(len(self._ahead), target.nbytes)
         target[:taken], self._ahead = self._ahead[:taken], self._ahead[taken:]
         ends_s = time.monotonic() + self._timeout_s
@@ -132,7 +130,6 @@ class SecureSocket:
             waiting = waiting[self._socket.send(waiting) :]
 
     def _receive(self) -> int:
-        """Receives some bytes for OpenSSL; 0: the other end has closed."""
         came = self._socket.recv_into(self._received)
         with self._lock:
             if came:
@@ -143,7 +140,6 @@ class SecureSocket:
 
 
 def _records(parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yields the content of records: pieces of large parts, and small parts together."""
     joined = bytearray()
     for part in parts:
         content = part.cast("B") if part.format != "B" or part.ndim != 1 else part

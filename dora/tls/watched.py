@@ -14,10 +14,10 @@ Made = TypeVar("Made")
 
 
 class Watched(Generic[Made]):
-    """What ``make`` makes of the files, made again after they have changed. Thread-safe.
+    """The result of ``make`` for the files, made again after they have changed. Thread-safe.
 
-    Files that do not belong together, for example while a new pair is being written, are left alone until they do:
-    what was made before stays in use, and one line is logged.
+    Files that do not belong together, for example while a new pair is being written, are left alone until they do: what
+    was made before stays in use, and one line is logged.
     """
 
     def __init__(self, tls: Tls, make: Callable[[Tls, Material], Made]) -> None:
@@ -33,7 +33,7 @@ class Watched(Generic[Made]):
         return self.renewed()[0]
 
     def renewed(self) -> tuple[Made, bool]:
-        """Returns the present one, and whether this call has made it."""
+        """Returns the present result, and whether this call has made it."""
         with self._lock:
             signature = self._signed()
             if signature == self._signature:

@@ -50,7 +50,7 @@ def fitting(costs: Sequence[int], most: int) -> list[list[int]]:
 
 
 def packed_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
-    """Micro-batches for :mod:`dora.trainers.packing`: tokens within ``tokens_max``, with each prompt counted once.
+    """Makes micro-batches for :mod:`dora.trainers.packing` within ``tokens_max``, with each prompt counted once.
 
     Rows of one group stay together, unless they exceed one micro-batch; the prompt is then read in each of theirs. A
     row longer than the limit is alone.

@@ -50,7 +50,7 @@ def save(
     config: Any,
     replay: bytes = b"",
 ) -> Path:
-    """Writes one checkpoint, as :func:`written`. ``config``: of transformers.
+    """Writes one checkpoint, as :func:`written`. ``config`` is transformers'.
 
     Raises InvalidValue for weights that are not finite, OSError if writing fails.
     """
@@ -65,8 +65,8 @@ def save(
 def written(folder: Path, position: CheckpointPosition, replay: bytes = b"") -> Iterator[Path]:
     """A folder for writing one checkpoint; it gets its name at the end unless an exception was raised.
 
-    ``replay``: the content of a replay buffer; none if it is empty. The folder replaces a checkpoint of
-    the same step. Checkpoints older than the last :data:`KEPT` are removed.
+    ``replay`` is the content of a replay buffer, or empty. The folder replaces a checkpoint of the same step.
+    Checkpoints older than the last :data:`KEPT` are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = path_of(folder, position.step)
@@ -97,7 +97,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def position_of(checkpoint: Path) -> CheckpointPosition:
-    """Raises InvalidValue if it is not a checkpoint."""
+    """Returns a checkpoint's position. Raises InvalidValue if it is not a checkpoint."""
     found = json_object(checkpoint / STATE_FILE, "checkpoint")
     try:
         return CheckpointPosition(int(found["step"]), int(found["reference_version"]))
@@ -110,7 +110,7 @@ def read_moments(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def read_replay(checkpoint: Path, step: int) -> bytes:
-    """The content of a replay buffer for ``step``; empty: the checkpoint has none, or one of another step.
+    """Returns the content of a replay buffer for ``step``, or nothing if the checkpoint has no such one.
 
     Groups of an older checkpoint may have been replayed in the steps between.
     """
@@ -119,14 +119,14 @@ def read_replay(checkpoint: Path, step: int) -> bytes:
 
 
 def moments_of(module: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimiser's state as "NAME/exp_avg" and so on, by the parameters' names in ``module``."""
+    """Yields the optimiser's state as "NAME/exp_avg" and so on, by the parameters' names in ``module``."""
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield f"{name}/{key}", value
 
 
 def set_moments(module: Any, optimizer: torch.optim.Optimizer, moments: Mapping[str, torch.Tensor]) -> None:
-    """The inverse. If ``module`` is sharded, sets this rank's parts. Raises InvalidValue for another model's."""
+    """Sets the moments, or this rank's parts if ``module`` is sharded. Raises InvalidValue for another model's."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in moments.items():
         found.setdefault(name.rpartition("/")[0], {})[name.rpartition("/")[2]] = value

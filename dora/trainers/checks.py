@@ -16,7 +16,7 @@ def check_group(group: TrajectoryGroup, vocab_size: int, reference_version: int 
     """Raises InvalidValue for a response that cannot be trained on, naming it.
 
     A token in the loss mask must have a finite recorded logprob and be in the trainer's vocabulary. Raises Conflict if
-    the KL term uses another version than ``reference_version``, if given. ``vocab_size`` 0: unknown.
+    the KL term uses another version than ``reference_version``, if given. ``vocab_size`` 0 is unknown.
     """
     for each in group.trajectories:
         name = f"trajectory {each.trajectory_id}"
@@ -43,5 +43,5 @@ def check_step(loss: float, grad_norm: float) -> None:
 
 
 def vocab_size_of(config: Any) -> int:
-    """The number of tokens that a model with this transformers ``config`` has logits for. 0: unknown."""
+    """Returns the number of tokens that a model with this transformers ``config`` has logits for, or 0 if unknown."""
     return int(getattr(config, "vocab_size", 0) or getattr(getattr(config, "text_config", None), "vocab_size", 0))

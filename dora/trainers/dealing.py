@@ -16,13 +16,13 @@ _ADVANTAGE = np.dtype("<f8")
 
 
 def dealt(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
-    """The rows of each rank, with nearly equal numbers of tokens; the first may have the most."""
+    """Returns the rows of each rank, with nearly equal numbers of tokens. The first may have the most."""
     parts = karmarkar_karp([row.length_tokens for row in rows], ranks)
     return [[rows[index] for index in part] for part in parts]
 
 
 def rows_to_bytes(rows: Sequence[Row]) -> bytes:
-    """The number of rows (8 bytes), their advantages (8 each), and the responses as one ``pb.TrajectoryBatch``."""
+    """Encodes the count of rows (8 bytes), their advantages (8 each), and the responses, a ``pb.TrajectoryBatch``."""
     message = pb.TrajectoryBatch()
     for row in rows:
         part = message.groups.add(group_id=row.trajectory.group_id)

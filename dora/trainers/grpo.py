@@ -54,7 +54,7 @@ async def train(
     """Trains ``config.steps`` steps, or until the prompts end; calls ``on_step`` after every commit.
 
     torch runs in a thread of its own, so the event loop continues. A version that the workers reject is published again
-    once, with the present weights. ``ranks``: this process leads them. ``make``: every rank's learner. Raises the
+    once, with the present weights. This process leads ``ranks``. ``make`` makes every rank's learner. Raises the
     client's errors: VersionRejected if the second version is rejected too; InvalidValue for a group that cannot be
     trained on, or a loss that is not finite; DoraError if a package that ``config`` requires is not installed.
     """
@@ -123,7 +123,7 @@ class _Run:
         return learner
 
     async def train_step(self, step: Step, learner: AnyLearner) -> StepReport | None:
-        """Trains one step, from its first group to its commit; None if no group arrived and no prompt is left.
+        """Trains one step, from its first group to its commit. Returns None if no group arrived and no prompt is left.
 
         Both continue if a rejected version was published again.
         """
@@ -162,7 +162,7 @@ class _Run:
             await self.in_thread(learner.save, folder, self._reference_version, weights, content)
 
     async def mended(self, call: Callable[[], Awaitable[Any]], learner: AnyLearner) -> Any:
-        """The result of ``call`` between two steps; publishes again if the service reports a rejected version."""
+        """Returns ``call``'s result between two steps. Publishes again if the service reports a rejected version."""
         try:
             return await self.awaiting(call())
         except VersionRejected as rejected:
@@ -176,7 +176,7 @@ class _Run:
         await self.awaiting(self._trainer.republish(weights, version=rejected.version, canary=canary))
 
     async def awaiting(self, work: Awaitable[Any]) -> Any:
-        """The result of ``work``. Meanwhile the other ranks are notified periodically that the leader is alive."""
+        """Returns the result of ``work``. Meanwhile it tells the other ranks periodically that the leader is alive."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -225,7 +225,7 @@ async def _in(thread: ThreadPoolExecutor, function: Callable[..., Any], *argumen
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 when done, 1 if the service or the configuration is refused, or another rank failed."""
+    """Returns exit code 0 when done, 1 if the service or the configuration is refused, or another rank failed."""
     return run(parse_arguments, arguments, make_learner)
 
 

@@ -84,7 +84,7 @@ class StepMetrics:
     replay_staleness_mean: float = math.nan  # over replayed groups
 
     def numbers(self) -> dict[str, float]:
-        """Finite values only, for operators."""
+        """Returns finite values only, for operators."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         numbers = {name: float(value) for name, value in own.items() if isinstance(value, int | float)}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -105,7 +105,7 @@ class StepSums:
     signals: ByStaleness = field(default_factory=dict)
 
     def take(self, group: TrajectoryGroup, taken_at: float | None, objective: Objective) -> list[Row]:
-        """Counts ``group``. Returns its rows to train on. ``taken_at`` None: it is a replay, and not fresh."""
+        """Counts ``group``. Returns its rows to train on. If ``taken_at`` is None, it is a replay, and not fresh."""
         if taken_at is None:
             self.replays.append(int(group.staleness.max(initial=0)))
             return objective.rows(group)
@@ -120,7 +120,6 @@ class StepSums:
     def metrics(
         self, loss: float, grad_norm: float, by_staleness: ByStaleness, clip_alarm: float, movement: float = math.nan
     ) -> StepMetrics:
-        """The metrics, given the loss, norm, signals and movement of all ranks."""
         signals = whole(by_staleness)
         return StepMetrics(
             loss=loss,
@@ -139,7 +138,7 @@ class StepSums:
 
 
 class AnyLearner(Protocol):
-    """The interface of a learner, implemented by :class:`Learner` and by other packages. See there."""
+    """The interface of a learner. :class:`Learner` implements it, and describes it."""
 
     busy_s: float
 
@@ -177,8 +176,8 @@ class Learner:
         step: int = 0,
     ) -> None:
         """``module`` is a causal language model of transformers, trained in place; each rank passes it whole, and it is
-        sharded here. ``reference``: another one, with the weights of ``reference_version``, for the KL term. ``step``:
-        the first step to train. Raises Conflict if the objective needs a reference and there is none.
+        sharded here. ``reference`` is another one, with the weights of ``reference_version``, for the KL term. ``step``
+        is the first step to train. Raises Conflict if the objective needs a reference and there is none.
         """
         self.module = module
         self.step = step  # the next step to finish
@@ -211,8 +210,8 @@ class Learner:
     def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None:
         """Queues the group for :meth:`work`. Thread-safe, also while another thread works.
 
-        ``is_replay``: a group of an earlier step, which the step's means of rewards, lengths and staleness leave out.
-        Raises InvalidValue for a group that cannot be trained on, Conflict if its routed experts do not fit this model.
+        A replay is of an earlier step; the step's means of rewards, lengths and staleness leave it out. Raises
+        InvalidValue for a group that cannot be trained on, Conflict if its routed experts do not fit this model.
         """
         check_group(group, self._vocab_size, self._reference_version)
         if self._routers is not None:
@@ -226,7 +225,7 @@ class Learner:
             pass
 
     def work_once(self) -> bool:
-        """Trains on one micro-batch of the queued rows, even if it is not full; False if there are none.
+        """Trains on one micro-batch of the queued rows, even if it is not full. Returns False if there are none.
 
         Groups without a learning signal cost no forward pass.
         """
@@ -249,7 +248,6 @@ class Learner:
         return rows
 
     def _work_on(self, rows: list[Row]) -> bool:
-        """Every rank's part of :meth:`work_once`: each has a micro-batch of its own, or an empty one."""
         self._rows.extend(rows)
         if not self._ranks.any(bool(self._rows)):
             return False
@@ -296,7 +294,6 @@ class Learner:
 
     @torch.no_grad()
     def _movement(self) -> float:
-        """The movement of the optimiser step just taken, over the probes of all ranks."""
         moved, tokens = 0.0, 0
         if self._probe is not None:
             trajectories = [row.trajectory for row in self._probe.rows]
@@ -307,23 +304,23 @@ class Learner:
         return moved / tokens if tokens else math.nan
 
     def weights(self) -> Any:
-        """The argument of a commit: the module, or on several ranks its gathered tensors by Hugging Face names."""
+        """Returns a commit's argument: the module, or on several ranks its gathered tensors by Hugging Face names."""
         if self._ranks.count == 1:
             return self.module
         self._ranks.tell("weights")
         return checkpoint_of(self.module, self._ranks)
 
     def canary(self) -> Canary | None:
-        """None: the commit computes a module's own."""
+        """Returns None: the commit computes a module's own."""
         return None
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """The optimiser's complete state, on the leader: see :func:`dora.trainers.checkpoint.moments_of`."""
+        """Returns the optimiser's complete state, on the leader: see :func:`dora.trainers.checkpoint.moments_of`."""
         self._ranks.tell("moments")
         return gathered(moments_of(self.module, self._optimiser), self._ranks)
 
     def save(self, folder: Path, reference_version: int, weights: Any, replay: bytes = b"") -> None:
-        """Writes a checkpoint, once. ``weights``: the result of :meth:`weights`; ``replay``: of a replay buffer."""
+        """Writes a checkpoint, once. ``weights`` is the result of :meth:`weights`, ``replay`` of a replay buffer."""
         whole_weights = weights if isinstance(weights, Mapping) else checkpoint_of(self.module, self._ranks)
         position = CheckpointPosition(self.step, reference_version)
         save(folder, position, whole_weights, self.moments(), self.module.config, replay)
@@ -350,7 +347,7 @@ class Learner:
                 raise InvalidValue("order", other, "known to this rank: check that all ranks run the same version")
 
     def _backward_of_nothing(self) -> None:
-        """A pass without a loss, so that a rank without rows joins the collectives of the others."""
+        """Makes a pass without a loss, so that a rank without rows joins the collectives of the others."""
         if self._reference is not None:
             with torch.no_grad():
                 self._reference(input_ids=self._one_token(), use_cache=False)

@@ -32,7 +32,7 @@ class Probe:
 
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: torch.Tensor) -> "Probe":
-        """The ``probed`` rows of a micro-batch. ``logprobs``: of all ``rows``, row after row."""
+        """Returns the ``probed`` rows of a micro-batch. ``logprobs`` are of all ``rows``, row after row."""
         leading = probed(rows)
         tokens = sum(row.trajectory.length_tokens for row in leading)
         return cls(leading, logprobs[:tokens].detach())
@@ -40,9 +40,10 @@ class Probe:
     def moved(self, logprobs: torch.Tensor) -> tuple[float, int]:
         """Returns the sum over sampled tokens of the divergence in nats, and their number.
 
-        ``logprobs`` (n,): after the step. With d the difference of a token's logprobs, exp(d) - 1 - d is never
-        negative, and over tokens that the policy before the step sampled its mean is KL(before || after). Source:
-        Schulman: *Approximating KL Divergence* (2020), estimator k3.
+        ``logprobs`` (n,) follow the step. With d the difference of a token's logprobs, exp(d) - 1 - d is never
+        negative, and over tokens that the policy before the step sampled its mean is KL(before
+
+        after). Source: Schulman: *Approximating KL Divergence* (2020), estimator k3.
         """
         masks = [torch.from_numpy(row.trajectory.loss_mask) for row in self.rows]
         mask = torch.cat(masks).to(logprobs.device, torch.bool)

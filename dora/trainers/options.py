@@ -56,12 +56,12 @@ class GrpoConfig:
         self.replay_buffer()
 
     def replay_buffer(self) -> ReplayBuffer | None:
-        """A new buffer of earlier groups; None: the trainer replays none. Raises InvalidValue for its options."""
+        """Returns a new buffer of earlier groups, or None without replays. Raises InvalidValue for its options."""
         return ReplayBuffer(self.replay_share, self.replay_by) if self.replay_share else None
 
 
 def parse_arguments(arguments: list[str]) -> tuple[GrpoConfig, bool]:
-    """The configuration, and whether to print each step as a JSON line."""
+    """Returns the configuration, and whether to print each step as a JSON line."""
     parser = argparse.ArgumentParser(
         prog="python -m dora.trainers.grpo",
         description="Reference trainer for a running 'dora serve'.",
@@ -134,7 +134,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def common_of(options: argparse.Namespace, **learner: Any) -> dict[str, Any]:
-    """Fields of GrpoConfig from the options of :func:`add_common` and of the objective, and more ``learner`` fields."""
+    """Returns fields of GrpoConfig from the options of :func:`add_common` and the objective, and ``learner`` fields."""
     config = LearnerConfig(
         learning_rate=options.lr,
         objective=objective_of(options),
@@ -170,7 +170,7 @@ class _RefuseSecret(argparse.Action):
 
 
 def multiplies_bfloat16(capability: str | None = None) -> bool:
-    """Whether this processor multiplies bfloat16 matrices natively. ``capability``: torch's name of the CPU capability.
+    """Whether this processor multiplies bfloat16 matrices natively. ``capability`` is torch's name of it.
 
     torch requires AVX-512 or better for it, and emulates it otherwise: with AVX2 alone, a product of the size of a
     SmolLM2 layer's took 58 times as long as in fp32.

@@ -45,9 +45,7 @@ class Pack:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], device: torch.device | str) -> "Pack":
-        """Rows of one group share their prompt, unless it was routed to other experts. n runs over ``trajectories`` in
-        order.
-        """
+        """Packs rows. Those of one group and the same experts share their prompt. n runs over them in order."""
         groups: dict[tuple[str, bytes], list[int]] = {}
         for index, trajectory in enumerate(trajectories):
             groups.setdefault(shared_prompt(trajectory), []).append(index)
@@ -88,9 +86,9 @@ class Pack:
         )
 
     def mask(self, queries: int, keys: int, window: int | None) -> torch.Tensor | None:
-        """(1, 1, queries, keys), bool: the last ``queries`` of ``keys`` tokens attend to these; None: purely causal.
+        """Marks the keys, (1, 1, queries, keys), to which the last ``queries`` tokens attend; None if purely causal.
 
-        ``window``: how many tokens back, including the token itself. A mask is made once for all layers.
+        ``window`` limits how many tokens back, including the token itself. A mask is made once for all layers.
         """
         if window is not None and window >= keys:
             window = None
@@ -135,7 +133,7 @@ def packed_logprobs(
 ) -> torch.Tensor:
     """(n,): the raw model's log probability of every response token, row after row. Requires ``prepare(module)``.
 
-    ``routers``: those of ``module``, made to use the recorded experts; None: they choose.
+    ``routers``, those of ``module``, use the recorded experts. If None, they choose.
     """
     pack = Pack.of(trajectories, next(module.parameters()).device)
     no_mask = torch.ones(1, 1, 0, 0, dtype=torch.bool, device=pack.input_ids.device)  # avoids a mask of T x T
@@ -161,7 +159,7 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """(1, heads, T, head size) to (1, T, heads, head size): transformers' SDPA, for each prompt and response."""
+    """Maps (1, heads, T, head size) to (1, T, heads, head size): transformers' SDPA, for each prompt and response."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if pack is None:

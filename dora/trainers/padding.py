@@ -14,7 +14,7 @@ from dora.trainers.router_replay import OWN, RouterReplay, rows_of
 
 
 def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
-    """Rows of one group and of similar length, ``rows * longest`` within ``tokens_max``; a longer row is alone.
+    """Batches rows of one group and similar length, ``rows * longest`` within ``tokens_max``; a longer row is alone.
 
     A new batch begins when padding would cost more than another reading of the prompt.
     """
@@ -26,7 +26,7 @@ def padded_logprobs(
 ) -> torch.Tensor:
     """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt.
 
-    ``routers``: those of ``module``, made to use the recorded experts; None: they choose.
+    ``routers``, those of ``module``, use the recorded experts. If None, they choose.
     """
     padded = response_logprobs(module, trajectories, routers)
     return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
@@ -35,7 +35,7 @@ def padded_logprobs(
 def whole_row_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """The same as :func:`padded_logprobs`, in exactly one pass, in which every row reads the prompt.
+    """Does as :func:`padded_logprobs`, in exactly one pass, in which every row reads the prompt.
 
     The ranks of a sharded model must make the same passes, whatever rows each has.
     """
@@ -102,7 +102,6 @@ def response_logprobs(
 def _sending(
     routers: RouterReplay | None, rows: Sequence[np.ndarray[Any, Any]] | None, tokens: int
 ) -> AbstractContextManager[None]:
-    """A pass over the first ``tokens`` of each padded row; routers choose for the padding."""
     if routers is None or rows is None:
         return nullcontext()
     padded = np.full((len(rows), tokens, *rows[0].shape[1:]), OWN, np.int32)

@@ -71,7 +71,7 @@ class Ranks:
         return self.rank == 0
 
     def tell(self, order: str, parts: Sequence[bytes] = ()) -> None:
-        """Called by the leader: sends every other rank the order, with its part (by rank) if there are any."""
+        """Sends every other rank the order, with its part (by rank) if there are any. Called by the leader."""
         if self.count == 1:
             return
         name = order.encode()
@@ -82,7 +82,7 @@ class Ranks:
                 dist.send(_tensor(part), rank)
 
     def next_order(self) -> Order:
-        """Called by the others: waits for the leader's next order."""
+        """Waits for the leader's next order. Called by the others."""
         header = torch.zeros(_NAME_BYTES + self.count, dtype=torch.int64)
         dist.broadcast(header, 0)
         content = torch.zeros(int(header[_NAME_BYTES + self.rank]), dtype=torch.uint8)
@@ -91,7 +91,7 @@ class Ranks:
         return Order(bytes(header[:_NAME_BYTES].tolist()).decode().rstrip(), content.numpy().tobytes())
 
     def follow(self, obey: Callable[[Order], None]) -> None:
-        """Called by the others: passes each of the leader's orders, except "idle", to ``obey`` until the end."""
+        """Passes each of the leader's orders, except "idle", to ``obey`` until the end. Called by the others."""
         while (order := self.next_order()).name != "end":
             if order.name != "idle":
                 obey(order)
@@ -101,7 +101,7 @@ class Ranks:
         return bool(self.largest(np.array([float(here)]))[0])
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The sum over all ranks, on all of them; float64."""
+        """Returns the sum over all ranks, on all of them, in float64."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def largest(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -119,7 +119,7 @@ class Ranks:
                 raise RanksDisagree(f"the ranks disagree on {name}: {shown}; nothing is committed")
 
     def gather(self, content: bytes) -> list[bytes]:
-        """The contents of all ranks, by rank, on all of them."""
+        """Returns the contents of all ranks, by rank, on all of them."""
         if self.count == 1:
             return [content]
         sizes = torch.zeros(self.count, dtype=torch.int64)
@@ -159,8 +159,6 @@ class Ranks:
 
 
 class _News:
-    """Reports failures between ranks, through the store at which they met."""
-
     def __init__(self, store: Any, rank: int, count: int) -> None:
         self._store, self._rank, self._count = store, rank, count
         self._reason = ""
@@ -170,7 +168,6 @@ class _News:
         self._listener.start()
 
     def heard(self, wait_s: float) -> str:
-        """Waits for another rank's reason; empty if there is none."""
         self._come.wait(wait_s)
         return self._reason
 
@@ -183,7 +180,6 @@ class _News:
             self._store.wait([f"heard/{rank}" for rank in others], timedelta(seconds=_HEAR_S))
 
     def missing(self) -> list[int]:
-        """Ranks that show no sign of life while others have reported a broken connection."""
         found = []
         try:
             self._store.set(f"here/{self._rank}", "")
@@ -216,11 +212,11 @@ class _News:
 
 @contextmanager
 def joined(timeout_s: float = 120.0) -> Iterator[Ranks]:
-    """The ranks named by torchrun's variables (``RANK``, ``WORLD_SIZE``, ...); a single one without them.
+    """Yields the ranks named by torchrun's variables (``RANK``, ``WORLD_SIZE``, ...), or a single one without them.
 
-    Collectives on CPU tensors use gloo, others use NCCL if there is CUDA. ``timeout_s``: of one collective, including a
-    micro-batch of the slowest rank. An exception inside is raised on every rank: see :meth:`Ranks.fail`. Raises
-    InvalidValue for an invalid timeout.
+    Collectives on CPU tensors use gloo, others use NCCL if there is CUDA. ``timeout_s`` limits one collective,
+    including a micro-batch of the slowest rank. An exception inside is raised on every rank: see :meth:`Ranks.fail`.
+    Raises InvalidValue for an invalid timeout.
     """
     if not timeout_s > 0:
         raise InvalidValue("--rank-timeout", timeout_s, "above 0 seconds")

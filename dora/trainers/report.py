@@ -40,7 +40,7 @@ def step_line(report: StepReport) -> str:
 
 
 def alarm_lines(report: StepReport) -> list[str]:
-    """Warnings about a step for operators, in sentences; usually none."""
+    """Returns warnings about a step for operators, in sentences; usually none."""
     numbers = report.metrics.numbers()
     return [
         f"step {report.step}: {name.removeprefix(ALARM)} {numbers[name.removeprefix(ALARM)]:.3g} is above {bound:g}"
@@ -53,7 +53,7 @@ def _shown(value: float, form: str) -> str:
 
 
 def step_json(report: StepReport) -> str:
-    """A step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``, ``waited_s``,
-    ``replayed_ids``.
+    """Returns a step as one JSON object: ``step``, ``metrics`` (finite numbers), ``group_ids``, ``seconds``,
+    ``waited_s``, ``replayed_ids``.
     """
     return json.dumps({**asdict(report), "metrics": report.metrics.numbers()})

@@ -27,10 +27,10 @@ _PROBED_TOKENS: Final = 8
 def replay(
     logits: torch.Tensor, routed: torch.Tensor, own: torch.Tensor, *, renormalise: bool = False, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, indices), both (tokens, top_k): the experts of each token, and their weights in float32.
+    """Returns (weights, indices), both (tokens, top_k): the experts of each token, and their weights in float32.
 
-    ``logits``: (tokens, experts), the trainer's own; the weights carry their gradient. ``routed``: (tokens, top_k), the
-    recorded experts; a row of ``OWN`` keeps the trainer's own choice ``own`` (tokens, top_k). A weight is ``scale``
+    ``logits`` (tokens, experts) are the trainer's own; the weights carry their gradient. ``routed`` (tokens, top_k) has
+    the recorded experts; a row of ``OWN`` keeps the trainer's own choice ``own`` (tokens, top_k). A weight is ``scale``
     times the softmax over all experts, divided by the sum over the chosen ones if ``renormalise``.
     """
     indices = choice(routed, own)
@@ -46,7 +46,7 @@ def choice(routed: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
-    """``shape``: of the trainer's model, counting the layers whose routers can be replayed.
+    """``shape`` is of the trainer's model, and counts the layers whose routers can be replayed.
 
     Raises Conflict if the trajectory's rows are of another model, InvalidValue if they name experts that do not exist.
     """
@@ -63,8 +63,8 @@ def check_routing(trajectory: Trajectory, shape: RoutingShape) -> None:
 
 
 def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
-    """Equal for responses that can share one reading of their prompt: those of a group with the same prompt, which
-    environments may have given, and the same experts.
+    """Returns a key that is equal for responses that can share one reading of their prompt: those of a group with the
+    same prompt, which environments may have given, and the same experts.
 
     Samples of a group may have read their prompt on different workers.
     """
@@ -74,7 +74,8 @@ def shared_prompt(trajectory: Trajectory) -> tuple[str, bytes]:
 
 
 def rows_of(trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.int32]] | None:
-    """For each trajectory (prompt tokens + n, layers, top_k): the experts of the token at each position, or ``OWN``.
+    """Returns (prompt tokens + n, layers, top_k) for each trajectory: the experts of the token at each position, or
+    ``OWN``.
 
     The response's last token has none, as it was never an input of the engine; nor have environment tokens after which
     a session was broken off. None if no trajectory has any.
@@ -106,7 +107,7 @@ class RouterReplay:
     """The routers of one model of transformers, replayed within :meth:`sending` and unchanged outside."""
 
     def __init__(self, module: Any) -> None:
-        """Call before ``module`` is sharded: it probes how each router weighs experts."""
+        """Must be called before ``module`` is sharded: it probes how each router weighs experts."""
         self._routers = [found for each in module.modules() if (found := _router(each)) is not None]
         self._routed: torch.Tensor | None = None
         for layer, router in enumerate(self._routers):
@@ -120,10 +121,10 @@ class RouterReplay:
 
     @contextmanager
     def sending(self, routed: torch.Tensor | None) -> Iterator[None]:
-        """A context for one forward pass: ``routed`` (tokens, layers, top_k) has a row for each token, in order.
+        """Prepares one forward pass: ``routed`` (tokens, layers, top_k) has a row for each token, in order.
 
-        None: the routers choose for all tokens. With gradient checkpointing, the context must include the backward
-        pass, which recomputes activations.
+        If it is None, the routers choose for all tokens. With gradient checkpointing, the context must include the
+        backward pass, which recomputes activations.
         """
         self._routed = routed
         try:
@@ -148,7 +149,7 @@ class RouterReplay:
 
 
 def _router(module: Any) -> Router | None:
-    """Probes how ``module`` weighs experts; None if it is not a router of a known kind.
+    """Probes how ``module`` weighs experts. Returns None if it is not a router of a known kind.
 
     A router of transformers returns ``(logits, weights, indices)``. The probe uses logits of at most 1, so that the
     chosen experts do not have all the weight and renormalisation is visible.

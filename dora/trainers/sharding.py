@@ -22,12 +22,12 @@ def shard(module: Any) -> None:
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered from the ranks if it is sharded, in a collective."""
+    """Returns the whole tensor, gathered from the ranks if it is sharded, in a collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor that every rank has, sharded as ``like``, in its dtype and on its device."""
+    """Returns this rank's part of a whole tensor that every rank has, with sharding, dtype and device of ``like``."""
     tensor = tensor.to(like.device, like.dtype)
     if not isinstance(like, DTensor):
         return tensor
@@ -35,7 +35,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Whole copies in host memory, on the leader; the others take part and get nothing. One tensor at a time."""
+    """Gathers whole copies into the leader's host memory, one by one. The others take part and get nothing."""
     found = {}
     for name, tensor in tensors:
         copy = whole_tensor(tensor.detach())
@@ -45,5 +45,5 @@ def gathered(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Ranks) -> dict[
 
 
 def checkpoint_of(module: Any, ranks: Ranks) -> Mapping[str, torch.Tensor]:
-    """The model's whole tensors by their Hugging Face names, on the leader; see :func:`gathered`."""
+    """Returns the model's whole tensors by their Hugging Face names, on the leader; see :func:`gathered`."""
     return to_checkpoint(gathered(module.state_dict().items(), ranks), module.config.to_dict())

@@ -123,7 +123,7 @@ ByStaleness = Mapping[int, Sums]  # STALENESS_MAX also stands for more
 
 
 def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int]) -> ByStaleness:
-    """Sums of a micro-batch: ``clipped`` (n,) from the objective's terms, ``staleness`` of each of its r rows."""
+    """Sums a micro-batch: ``clipped`` (n,) is from the objective's terms, ``staleness`` of each of its r rows."""
     present, behaviour = (_array(each).astype(np.float64) for each in (batch.logprobs.double(), batch.behaviour))
     of_token = np.repeat(np.minimum(staleness, STALENESS_MAX), _array(batch.lengths))
     mask, bounded = _array(batch.mask), _array(clipped)
@@ -151,7 +151,7 @@ def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int
 
 
 def response_sums(trajectories: Iterable[Trajectory], taken_at: float) -> ByStaleness:
-    """Sums of responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
+    """Sums responses that the trainer took at ``taken_at`` (seconds since the Unix epoch)."""
     parts: dict[int, list[Trajectory]] = {}
     for each in trajectories:
         parts.setdefault(min(each.staleness, STALENESS_MAX), []).append(each)
@@ -177,7 +177,6 @@ def whole(sums: ByStaleness) -> Signals:
 
 
 def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
-    """The sums of all ranks, on each of them."""
     if ranks.count == 1:
         return sums
     parts = [sums.get(each, Sums()) for each in range(STALENESS_MAX + 1)]
@@ -194,7 +193,7 @@ def over_ranks(sums: ByStaleness, ranks: Ranks) -> ByStaleness:
 
 
 def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:
-    """As ``staleness_1/clip_fraction``, and ``staleness_5+/...`` for STALENESS_MAX and more. Finite values only."""
+    """Names finite signals ``staleness_1/clip_fraction``, and ``staleness_5+/...`` for STALENESS_MAX and more."""
     return {
         f"staleness_{each}{'+' * (each == STALENESS_MAX)}/{name}": value
         for each, part in sums.items()
@@ -203,7 +202,7 @@ def numbers_by_staleness(sums: ByStaleness) -> dict[str, float]:
 
 
 def alarm(clip_fraction: float, bound: float) -> dict[str, float]:
-    """The limit, for a commit's alarms, if more than ``bound`` of the tokens were clipped."""
+    """Returns the limit, for a commit's alarms, if more than ``bound`` of the tokens were clipped."""
     return {f"{ALARM}clip_fraction": bound} if clip_fraction > bound else {}
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Equal on every rank: folders that all of them read."""
+    """A trainer's start, equal on every rank: folders that all of them read."""
 
     step: int
     weights: str
@@ -44,8 +44,8 @@ class Start:
 
 
 def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
-    """The checkpoint of the next step, if there is one, or that of ``begin_from`` for a new run. Otherwise the weights
-    of the service's newest version, with the moments of the newest earlier checkpoint, if any.
+    """Returns the checkpoint of the next step, if there is one, or that of ``begin_from`` for a new run. Otherwise the
+    weights of the service's newest version, with the moments of the newest earlier checkpoint, if any.
 
     Raises Conflict if all checkpoints are of later steps or use another reference version, and if weights are not on
     this host; InvalidValue for a folder without a model.
@@ -73,7 +73,7 @@ def start_of(config: GrpoConfig, attachment: Attachment) -> Start:
 
 
 def make_learner(config: GrpoConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()) -> Learner:
-    """Makes one rank's learner, from the same folders on each. ``tensors``: the service's expected tensors.
+    """Makes one rank's learner, from the same folders on each. ``tensors`` are those that the service expects.
 
     Raises Conflict if the model's tensors differ, as the service then has another model.
     """
@@ -121,7 +121,7 @@ def gpu_of(visible: Sequence[str], local_rank: int, gpus: Mapping[str, Any]) -> 
 
 
 def _begun_from(checkpoint: str, step: int) -> Path:
-    """A checkpoint of another run. Raises InvalidValue if it is none, Conflict if this run has begun."""
+    """Returns a checkpoint of another run. Raises InvalidValue if it is none, Conflict if this run has begun."""
     if step:
         raise Conflict("--begin-from", checkpoint, "left out, or with a new service", f"is not for step {step}")
     position_of(Path(checkpoint))
@@ -129,7 +129,6 @@ def _begun_from(checkpoint: str, step: int) -> Path:
 
 
 def _checkpoint(config: GrpoConfig, attachment: Attachment) -> Path | None:
-    """The newest checkpoint of the next step or earlier; None if there are no checkpoints at all."""
     folder, step = Path(config.checkpoints), attachment.next_step
     steps = steps_in(folder)
     usable = [each for each in steps if each <= step]

@@ -91,11 +91,11 @@ class Rollouts:
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def rewards(self, completions: list[Any], **columns: Any) -> list[float | None]:
-        """TRL's reward function: the service's rewards; None where its reward function failed."""
+        """Returns the service's rewards, as TRL's reward function; None where the service's own failed."""
         return columns[_REWARD]
 
     def committed(self, model: Any, state: Any, control: Any) -> None:
-        """After an optimizer step: commits the service's step if it was the last one on its groups."""
+        """Commits the service's step after an optimizer step, if it was the last one on its groups."""
         self._updates -= 1
         if self._updates or self._step is None:
             return
@@ -127,8 +127,6 @@ class Rollouts:
 
 
 class _Commits(TrainerCallback):
-    """Calls of transformers' loop, passed to the rollouts."""
-
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts
 
@@ -140,7 +138,7 @@ class _Commits(TrainerCallback):
 
 
 def _updates_of(trainer: Any) -> int:
-    """Optimizer steps on one generation. Raises InvalidValue for arguments that do not go with the service."""
+    """Counts optimizer steps on a generation. Raises InvalidValue for arguments that do not go with the service."""
     args = trainer.args
     if not isinstance(trainer, GRPOTrainer):
         raise InvalidValue("rollout_func", type(trainer).__name__, "given to dora.trainers.trl.GRPOTrainer")
@@ -173,7 +171,7 @@ def _rows(group: TrajectoryGroup, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _repeated(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Rows that complete the last, short step: TRL needs a full one."""
+    """Repeats rows to complete the last, short step: TRL needs a full one."""
     return [rows[index % len(rows)] for index in range(count)]
 
 

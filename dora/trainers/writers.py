@@ -17,7 +17,7 @@ Writer = Callable[[int, Mapping[str, float]], None]  # a step's number, its metr
 def make_writers(tensorboard: str, wandb: str, config: Mapping[str, Any]) -> list[Writer]:
     """Writers for the folder ``tensorboard`` and the project ``wandb``; an empty name requests none.
 
-    ``config``: the run's settings shown by W&B. Raises DoraError if a package is not installed, naming the extra.
+    ``config`` has the run's settings, for W&B. Raises DoraError if a package is not installed, naming the extra.
     """
     found = [tensorboard_writer(tensorboard)] if tensorboard else []
     return found + ([wandb_writer(wandb, config)] if wandb else [])
@@ -39,7 +39,7 @@ def tensorboard_writer(folder: str) -> Writer:
 
 
 def wandb_writer(project: str, config: Mapping[str, Any]) -> Writer:
-    """A new run of ``project``. Its destination, if any, is set by W&B's own variables (``WANDB_MODE``)."""
+    """Writes to a new run of ``project``. Its destination, if any, is set by W&B's own variables (``WANDB_MODE``)."""
     run = _package("wandb", "--wandb").init(project=project, config=dict(config))
 
     def write(step: int, metrics: Mapping[str, float]) -> None:

@@ -23,10 +23,7 @@ _LOSSY: Final = {"BF16": "bfloat16", "F16": "float16"}
 
 
 def canary_token_ids(vocab_size: int, tokens: int = CANARY_TOKENS, choice: int = 0) -> tuple[int, ...]:
-    """A fixed sequence, selected by ``choice``, that covers the whole vocabulary unevenly.
-
-    Raises InvalidValue for a vocabulary below 2.
-    """
+    """Returns a fixed sequence, chosen by ``choice``, over the vocabulary. Raises InvalidValue if that is below 2."""
     if vocab_size < 2:
         raise InvalidValue("vocab_size", vocab_size, "2 or more")
     first = choice * tokens
@@ -50,13 +47,13 @@ def compute_canary(
     dtypes: Mapping[str, str] | None = None,
     parameters: "Mapping[str, torch.Tensor] | None" = None,
 ) -> Canary:
-    """The canary of a causal language model with a transformers ``config``.
+    """Computes the canary of a causal language model with a transformers ``config``.
 
-    ``dtypes``: the safetensors dtype of each parameter that loses precision when published; the canary is computed from
-    the weights as published. ``parameters`` replace the module's own. For a mixture of experts, the canary uses the
-    first of several sequences without router ties, or the one with the fewest: at a tie a worker may correctly choose
-    another expert. Train/eval state, gradients and random state are left untouched. Raises InvalidValue if the module
-    has no ``config.vocab_size``.
+    ``dtypes`` has the safetensors dtype of each parameter that loses precision when published; the canary is computed
+    from the weights as published. ``parameters`` replace the module's own. For a mixture of experts, the canary uses
+    the first of several sequences without router ties, or the one with the fewest: at a tie a worker may correctly
+    choose another expert. Train/eval state, gradients and random state are left untouched. Raises InvalidValue if the
+    module has no ``config.vocab_size``.
     """
     import torch
 
@@ -111,7 +108,6 @@ def _of_sequence(
 
 
 def _rounded(module: "torch.nn.Module", dtypes: Mapping[str, str]) -> dict[str, "torch.Tensor"]:
-    """The parameters that change when published, with their published values. Tied parameters are included."""
     import torch
 
     changed = {}

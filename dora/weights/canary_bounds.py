@@ -9,9 +9,7 @@ from dora.errors import CanaryMismatch, InvalidValue
 
 
 class CanaryBound(NamedTuple):
-    """``most``: the largest allowed difference to a logprob of the canary. ``share``: the share of logprobs that must
-    meet it.
-    """
+    """An engine's bound. ``share`` of a canary's logprobs must differ by ``most`` at most."""
 
     most: float
     share: Fraction = Fraction(1)

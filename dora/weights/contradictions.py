@@ -28,7 +28,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def check_folder(folder: Path) -> tuple[str, ...]:
-    """Warnings about a model folder, one sentence each. Raises InvalidValue, naming both sides of a contradiction."""
+    """Returns warnings about a model folder in sentences. Raises InvalidValue, naming both sides of a contradiction."""
     config = json_object(folder / "config.json", "--model")
     _check_rope(folder, config)
     placed = placed_tensors(folder / file for file in weight_files(folder))
@@ -46,7 +46,7 @@ def _refuse(folder: Path, one: str, other: str, remedy: str) -> None:
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
-    """Rope settings stand under a new and an old name: readers prefer different ones."""
+    """Checks rope settings under a new and an old name: readers prefer different ones."""
     for part in (config, text_part(config)):
         new, old = (part.get(name) for name in _ROPE)
         settings = [each for each in (new, old) if isinstance(each, dict)]
@@ -68,7 +68,6 @@ def _check_rope(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_head(folder: Path, config: Mapping[str, Any], placed: Mapping[str, Placed]) -> None:
-    """A tied head that the checkpoint holds must equal the embedding; an untied one must be in the checkpoint."""
     tied, names = is_tied(config), {name: tensor for name, (_, _, tensor) in placed.items() if name != HEAD}
     embedding = embedding_of_tied(names)
     if tied and embedding is not None and HEAD in placed and not are_equal(placed[HEAD], placed[embedding]):

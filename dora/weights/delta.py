@@ -34,9 +34,9 @@ _ELEMENTS: Final = (1, 2, 4, 8)
 
 
 def encode(content: Bytes, base: Bytes | None, element_bytes: int) -> bytes:
-    """Encodes one piece. ``base``: the base's bytes at the same offset; None if it has none.
+    """Encodes one piece. ``base`` has the base's bytes at the same offset, or None.
 
-    ``element_bytes``: of the piece's main dtype (:func:`element_bytes_of`); affects the size, not the content.
+    ``element_bytes``, of the piece's main dtype (:func:`element_bytes_of`), affects the size, not the content.
     """
     if element_bytes not in _ELEMENTS:
         raise InvalidValue("element_bytes", element_bytes, f"one of {', '.join(map(str, _ELEMENTS))}")
@@ -73,7 +73,7 @@ def element_bytes_of(tensor: TensorHeader) -> int:
 
 
 def _parts(content: Bytes, base: Bytes, element_bytes: int) -> tuple[list[Any], int]:
-    """The bitmap of changed elements, unless all or none changed, and their XOR, one plane per byte of an element."""
+    """Returns the bitmap of changed elements, unless all or none changed, and their XOR, one plane per byte."""
     differs = np.bitwise_xor(np.frombuffer(content, np.uint8), np.frombuffer(base, np.uint8))
     elements = differs.view(f"<u{element_bytes}")
     changed = int(np.count_nonzero(elements))

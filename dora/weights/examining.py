@@ -27,7 +27,6 @@ _ELEMENT_BYTES_MAX: Final = 8
 
 
 def threads_here() -> int:
-    """The threads that an examination uses on this machine."""
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // CORES_PER_THREAD))
 
 
@@ -39,8 +38,8 @@ def examine_file(
 ) -> Examined:
     """Reads a safetensors file once: its identity, its chunks' checksums, and its tensors.
 
-    The file is read, not mapped: if a writer truncated a mapped file, the process would be killed. ``threads``: None:
-    those of this machine. Raises InvalidValue for a file that cannot be read, is invalid, differs from ``announced``,
+    The file is read, not mapped: if a writer truncated a mapped file, the process would be killed. ``threads`` is by
+    default this machine's. Raises InvalidValue for a file that cannot be read, is invalid, differs from ``announced``,
     or holds a non-finite tensor; the first in the file is named.
     """
     tensors_at, tensors = read_layout(file, header_bytes_max)
@@ -69,8 +68,6 @@ def examine_file(
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor and its bytes in the file."""
-
     tensor: TensorHeader
     begin: int
     end: int
@@ -78,7 +75,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """``content`` is valid until the next chunk is asked for."""
+    """One chunk. Its ``content`` is valid until the next chunk is asked for."""
 
     content: memoryview
     sum: bytes
@@ -94,16 +91,12 @@ def _placed(tensors_at: int, tensors: tuple[TensorHeader, ...]) -> list[_Placed]
 
 
 class _Room:
-    """The memory of one chunk under examination."""
-
     def __init__(self) -> None:
         self.content = memoryview(bytearray(files.CHUNK_BYTES + _ELEMENT_BYTES_MAX))
         self.check = FiniteCheck()
 
 
 class _Chunks:
-    """The chunks of an open file."""
-
     def __init__(self, name: str, descriptor: int, total_bytes: int, placed: list[_Placed]) -> None:
         self._name = name
         self._descriptor = descriptor
@@ -136,7 +129,7 @@ class _Chunks:
                 yield chunk.result()
 
     def _examined(self, room: _Room, begin: int, first: int) -> _Chunk:
-        """Reads one chunk. ``first``: index of the first tensor that ends behind ``begin``."""
+        """Reads one chunk. ``first`` is the index of the first tensor that ends behind ``begin``."""
         end = min(begin + files.CHUNK_BYTES, self._total_bytes)
         # An element that begins in this chunk may end in the next one.
         read_bytes = min(end + _ELEMENT_BYTES_MAX - 1, self._total_bytes) - begin

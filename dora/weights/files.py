@@ -53,7 +53,7 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A file that was read completely and is valid. ``sums``: the checksum of each chunk."""
+    """A file that was read completely and is valid. ``sums`` has the checksum of each chunk."""
 
     identity: WeightFile
     sums: tuple[bytes, ...]
@@ -79,7 +79,7 @@ def check_file_name(name: str) -> str:
 
 
 def hash_file(file: Path) -> WeightFile:
-    """Size and BLAKE3 of a file. Raises InvalidValue if it cannot be read."""
+    """Returns size and BLAKE3 of a file. Raises InvalidValue if it cannot be read."""
     digest, chunk = blake3(), bytearray(FiniteCheck.CHUNK_BYTES)
     file_bytes = 0
     try:
@@ -95,7 +95,7 @@ def hash_file(file: Path) -> WeightFile:
 def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:
     """The header of ``tensor`` (torch or numpy) in its own dtype. Raises InvalidValue for anything else.
 
-    ``shape_only``: accepts a tensor without values (on the device meta) in place of one that has them.
+    With ``shape_only``, accepts a tensor without values (on the device meta) in place of one that has them.
     """
     names = _NUMPY_NAMES if isinstance(tensor, np.ndarray) else _TORCH_NAMES
     if not isinstance(tensor, np.ndarray) and not is_torch_tensor(tensor):
@@ -111,14 +111,13 @@ def header_of(name: str, tensor: Any, shape_only: bool = False) -> TensorHeader:
 
 
 def _has_elements(tensor: Any) -> bool:
-    """Whether a tensor has values in one dense array; a numpy array always does."""
     if isinstance(tensor, np.ndarray):
         return True
     return not tensor.is_meta and str(tensor.layout) == "torch.strided"
 
 
 def published_header(found: TensorHeader, expected: TensorHeader | None) -> TensorHeader:
-    """``found`` in its published dtype: floating point is converted to the dtype that the service expects."""
+    """Returns ``found`` in its published dtype: floating point is converted to the dtype that the service expects."""
     if expected is None or found.dtype not in _FLOATING or expected.dtype not in _FLOATING:
         return found
     return TensorHeader(found.name, expected.dtype, found.shape)
@@ -160,10 +159,7 @@ def laid_out(headers: Iterable[TensorHeader]) -> list[TensorHeader]:
 
 
 def copy_tensor(tensor: Any, header: TensorHeader, target: mmap.mmap, offset: int) -> None:
-    """Copies a tensor (torch or numpy) to its offset in a mapped file, converted and row-major, in one pass.
-
-    Raises InvalidValue if numpy lacks the dtype.
-    """
+    """Converts a tensor into a mapped file at its offset, in one pass. Raises InvalidValue if numpy lacks the dtype."""
     if not header.content_bytes:
         return
     count = header.content_bytes // DTYPE_BYTES[header.dtype]
@@ -195,7 +191,7 @@ def typed_view(memory: Any, header: TensorHeader) -> Any:
 
 
 def bytes_at(content: memoryview) -> Any:
-    """``content``, which is read-only and not empty, as a torch tensor, (n,) uint8."""
+    """Returns ``content``, which is read-only and not empty, as a torch tensor, (n,) uint8."""
     torch = sys.modules["torch"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # as above
@@ -223,7 +219,7 @@ def _numpy_dtype(tensor: Any, header: TensorHeader) -> Any:
 
 
 def _content(tensor: Any, header: TensorHeader) -> memoryview:
-    """The tensor's bytes, row-major, little-endian."""
+    """Returns the tensor's bytes, row-major, little-endian."""
     if isinstance(tensor, np.ndarray):
         dtype = _numpy_dtype(tensor, header)
         with np.errstate(over="ignore", invalid="ignore"):  # the check for finite numbers detects it

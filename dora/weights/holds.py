@@ -28,7 +28,7 @@ _serial: Final = itertools.count()
 def held(store: Path, name: str, holder: str) -> Iterator[Path]:
     """Holds the version called ``name``. Returns its folder, whose files do not change within the context.
 
-    ``store``: the folder of this host's store; ``holder``: the holder's name for operators. Raises NotFound if the
+    ``store`` is the folder of this host's store, ``holder`` the holder's name for operators. Raises NotFound if the
     store does not have the complete version, or has retired it.
     """
     folder = store / HOLDS_FOLDER / name

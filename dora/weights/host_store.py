@@ -72,7 +72,7 @@ class HostStore:
         """Opens or creates the store; version 0 is the model folder ``reference``, linked, not copied.
 
         ``kept_version`` is never retired: it has the reference weights of the trainers' KL terms. Complete versions of
-        an earlier process are retained. ``bound_bytes``: limit of all versions, including arriving ones; 0: the size of
+        an earlier process are retained. ``bound_bytes`` limits all versions, including arriving ones; 0 is the size of
         the file system (``bound_of``). Raises InvalidValue if ``reference`` is not a model.
         """
         self.root = folder
@@ -109,9 +109,7 @@ class HostStore:
         return name_of(self.folder(version))
 
     def manifest(self, version: int) -> Manifest:
-        """The version's manifest, with its canary. Raises NotFound; also for version 0, which is not sent, as every
-        host has the model.
-        """
+        """Returns the manifest, with its canary. Raises NotFound, also for version 0, which every host has."""
         folder = self.folder(version)
         if not (folder / MANIFEST_FILE).is_file():
             raise NotFound("version", version, "a published version: every host has the model itself")
@@ -175,7 +173,6 @@ class HostStore:
             )
 
     def _in_use(self) -> str:
-        """Describes the used space for operators, with the holders of retired versions."""
         found = [f"version {version}" for version in self.versions() if version]
         for version in self.leaving():
             users = ", ".join(holders(self.root, name_of(self._versions / str(version))))
@@ -266,7 +263,6 @@ class HostStore:
         return target
 
     def _complete(self, folder: Path, manifest: Manifest) -> None:
-        """Adds the files that make ``folder`` loadable, and those that the store itself needs."""
         self._link_side_files(folder)
         if index := index_of(manifest):
             (folder / INDEX_FILE).write_text(index)
@@ -286,8 +282,8 @@ class HostStore:
             self._remove(version)
 
     def set_aside(self, version: int) -> Path | None:
-        """The same, but moves the files into the returned folder, which ``free`` deletes, as large ones take a while.
-        None: there is nothing to free now.
+        """Retires a version, but moves its files into the returned folder, which ``free`` deletes, as large ones take a
+        while. Returns None if there is nothing to free now.
         """
         return None if version == self._kept_version else self._set_aside(version)
 
@@ -342,7 +338,6 @@ class HostStore:
         return folder.is_dir() and not (folder / RETIRED_FILE).exists()
 
     def _link_reference(self) -> None:
-        """Makes version 0 of the model, in place of another model's if needed."""
         model, unfinished = self._versions / "0", self._versions / ".0"
         name = version_name(0, model_digest(self.reference))
         expected = {file.name: os.fspath(file.resolve()) for file in self._files_of_reference()}
@@ -365,7 +360,6 @@ class HostStore:
         yield from self._side_files()
 
     def _side_files(self) -> Iterator[Path]:
-        """Config, tokenizer and other files of the reference that are not weights."""
         for file in self.reference.folder.iterdir():
             if file.is_file() and not file.name.endswith((*_WEIGHT_SUFFIXES, ".index.json")):
                 yield file

@@ -36,7 +36,7 @@ class ImageRefused(Conflict):
 
 @dataclass(frozen=True, slots=True)
 class ImageNote:
-    """``blake3``: of the version's one file, in hexadecimal. ``sums``: of its tensors, in the file's order."""
+    """An image's note: ``blake3`` of the version's one file, in hexadecimal; ``sums`` of its tensors in file order."""
 
     place: Place
     blake3: str
@@ -80,7 +80,7 @@ def void(descriptor: int) -> bool:
 
 @contextmanager
 def noted(folder: Path) -> Iterator[ImageNote | None]:
-    """Yields the note of the version in ``folder``, whose image stays as it is within the context; None: it has none.
+    """Yields the note of the version in ``folder``, whose image stays as it is within the context; or None.
 
     Raises ImageRefused for a note that no trainer has written.
     """
@@ -96,7 +96,6 @@ def noted(folder: Path) -> Iterator[ImageNote | None]:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Locks a note for reading. Returns False if its trainer is emptying it."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return True

@@ -31,7 +31,7 @@ _BYTES_MAX: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """One safetensors file of a version. ``sums``: the checksum of each chunk, in order."""
+    """One safetensors file of a version. ``sums`` has the checksum of each chunk, in order."""
 
     name: str  # plain, ending in .safetensors
     file_bytes: int
@@ -43,7 +43,7 @@ class ManifestFile:
         return len(self.sums)
 
     def chunk(self, index: int) -> tuple[int, int]:
-        """Offset and length of a chunk in bytes. Raises InvalidValue if there is no such chunk."""
+        """Returns offset and length of a chunk in bytes. Raises InvalidValue if there is no such chunk."""
         if not 0 <= index < len(self.sums):
             raise InvalidValue(f"{self.name}: chunk", index, f"0 to {len(self.sums) - 1}")
         offset = index * CHUNK_BYTES
@@ -52,7 +52,7 @@ class ManifestFile:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor and its location: ``offset`` bytes from the beginning of ``file``."""
+    """One tensor and its location, ``offset`` bytes from the beginning of ``file``."""
 
     header: TensorHeader
     file: str
@@ -61,7 +61,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete version. ``base``: the name of an earlier version with which it shares most chunks, if known."""
+    """A complete version. ``base`` names an earlier version with which it shares most chunks, if known."""
 
     version: int
     files: tuple[ManifestFile, ...]  # by name
@@ -81,7 +81,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """E.g. ``v17-3f2a...``, used in orders and by relays."""
+        """The name in orders and relays, e.g. ``v17-3f2a...``."""
         return version_name(self.version, self.digest)
 
     @property
@@ -89,18 +89,18 @@ class Manifest:
         return sum(file.file_bytes for file in self.files)
 
     def file(self, name: str) -> ManifestFile:
-        """Raises InvalidValue for a file that is not of this version."""
+        """Returns a file. Raises InvalidValue for one that is not of this version."""
         for file in self.files:
             if file.name == name:
                 return file
         raise InvalidValue(f"{self.name}: file", name, f"one of {', '.join(file.name for file in self.files)}")
 
     def with_canary(self, canary: Canary | None) -> "Manifest":
-        """The same weights, and so the same name, with this canary."""
+        """Returns the same weights, and so the same name, with this canary."""
         return replace(self, canary=canary)
 
     def changed_chunks(self, base: "Manifest") -> Iterator[tuple[str, int]]:
-        """File and index of each chunk that differs from ``base`` at the same offset."""
+        """Yields file and index of each chunk that differs from ``base`` at the same offset."""
         known = {file.name: file for file in base.files}
         for file in self.files:
             other = known.get(file.name)
@@ -140,7 +140,7 @@ def version_name(version: int, digest: str) -> str:
 
 
 def parsed_name(name: str) -> tuple[int, str]:
-    """Version and digest of a manifest's name. Raises InvalidValue for other text."""
+    """Returns version and digest of a manifest's name. Raises InvalidValue for other text."""
     number, _, digest = name.removeprefix("v").partition("-")
     plain = name.startswith("v") and number.isascii() and number.isdigit() and len(number) < 20
     if not plain or len(digest) != DIGEST_CHARACTERS or not set(digest) <= set("0123456789abcdef"):

@@ -38,7 +38,7 @@ class Receiving:
             self._maps[file.name] = _room(folder / file.name, file.file_bytes)
 
     def place(self, file: str, index: int) -> memoryview:
-        """Memory for the bytes of a chunk; call :meth:`placed` after writing them. Raises InvalidValue, Conflict.
+        """Returns memory for a chunk's bytes; call :meth:`placed` after writing them. Raises InvalidValue, Conflict.
 
         A chunk that has arrived already, and so may be in use, is returned as a copy: writing to it has no effect.
         """
@@ -143,7 +143,6 @@ class Receiving:
 
 
 def _room(file: Path, file_bytes: int) -> mmap.mmap:
-    """Creates a file of this size with all its space allocated, and maps it."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, file_bytes)

@@ -37,7 +37,7 @@ _EMBEDDING: Final = "embed_tokens.weight"  # the end of its name
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor of a checkpoint. ``optional``: it may be omitted, such as a head that is tied to the embedding."""
+    """One tensor of a checkpoint. If ``optional``, it may be omitted, such as a head that is tied to the embedding."""
 
     name: str
     dtype: str
@@ -81,20 +81,20 @@ def read_reference(folder: Path) -> Reference:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool | None:
-    """Returns whether a model's config.json ties its head to the embedding; None: it does not say."""
+    """Returns whether a model's config.json ties its head to the embedding, or None if it does not say."""
     said = config.get("tie_word_embeddings", text_part(config).get("tie_word_embeddings"))
     return None if said is None else bool(said)
 
 
 def embedding_of_tied(expected: Mapping[str, TensorHeader]) -> str | None:
-    """Returns the name of the embedding to which a model's head is tied; None: its head has weights of its own."""
+    """Returns the name of the embedding to which a model's head is tied, or None if its head has weights of its own."""
     if HEAD in expected and not expected[HEAD].optional:
         return None
     return min((name for name in expected if f".{name}".endswith(f".{_EMBEDDING}")), key=len, default=None)
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """The safetensors files that a loader reads from ``folder``: those of its index, else the usual one, else all."""
+    """Returns the safetensors files that a loader reads: those of the folder's index, else the usual one, else all."""
     if (folder / INDEX_FILE).is_file():
         weight_map = json_object(folder / INDEX_FILE, "model").get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -142,7 +142,7 @@ def read_layout(file: Path, header_bytes_max: int = HEADER_BYTES_MAX) -> tuple[i
 
 
 def layout_of(content: memoryview) -> tuple[int, tuple[TensorHeader, ...]]:
-    """The same, from a valid file's bytes."""
+    """Returns what ``read_layout`` does, from a valid file's bytes."""
     length = int.from_bytes(content[:8], "little")
     return 8 + length, _placed("weights", bytes(content[8 : 8 + length]), len(content) - 8 - length)
 

@@ -71,7 +71,7 @@ class WeightStore(HostStore):
     ) -> Upload:
         """Opens one incoming file. Once complete, it replaces an earlier one of the same name.
 
-        ``base``: version and BLAKE3 of the stored file of this name against which a delta is sent, in pieces of
+        ``base`` has version and BLAKE3 of the stored file of this name against which a delta is sent, in pieces of
         ``piece_bytes``. Raises NotFound if that file is not stored; InvalidValue if the name is not plain, or the
         files, including those in upload, would exceed the model's size; Conflict if a file of this name is being
         uploaded; LimitExceeded if the store has no room; OSError if it cannot be written, in which case it may be sent
@@ -127,8 +127,8 @@ class WeightStore(HostStore):
     ) -> Path:
         """Verifies the incoming files and makes them ``version`` by one rename. Returns its folder.
 
-        Repeating it with the same files has no effect. ``anew``: they replace the stored files of the version; readers
-        see one or the other completely, or for a moment neither. ``name``: the name that the files must produce.
+        Repeating it with the same files has no effect. With ``anew``, they replace the stored files of the version;
+        readers see one or the other completely, or for a moment neither. The files must produce ``name``.
 
         Raises Conflict if they do not, or if ``version`` is stored with other files; InvalidValue for a missing,
         damaged or incomplete file, or the first tensor that does not fit the model; LimitExceeded if the store would
@@ -194,7 +194,7 @@ class WeightStore(HostStore):
         return super().held_bytes + weights_bytes(self._incoming)
 
     def check_room(self, what: str, file_bytes: int) -> None:
-        """As the base class, but deletes the spare file first if needed."""
+        """Checks as the base class does, but deletes the spare file first if needed."""
         try:
             super().check_room(what, file_bytes)
         except LimitExceeded:
@@ -212,7 +212,6 @@ class WeightStore(HostStore):
         super().free(gone)
 
     def _forget_incoming(self, version: int) -> None:
-        """Frees the incoming files of a published version and of those before it, from any trainer."""
         for entry in self._incoming.iterdir():
             if int(entry.name.partition("-")[2]) <= version:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -223,7 +222,6 @@ class WeightStore(HostStore):
 
     @property
     def _files_max(self) -> int:
-        """The number of tensors, as each file must hold one."""
         return len(self.reference.tensors)
 
     def _incoming_folder(self, epoch: int, version: int) -> Path:

@@ -17,7 +17,6 @@ class Upload:
     """One incoming file, under a hidden name. As a context manager it leaves a complete file or none."""
 
     def __init__(self, file: Path, file_bytes: int, ended: Callable[[Path], None]) -> None:
-        """``ended`` is called with the file at the end."""
         self._file = file
         self._unfinished = file.with_name(f".{file.name}")
         self._expected_bytes = file_bytes
@@ -25,7 +24,7 @@ class Upload:
         self._stream = self._unfinished.open("wb", buffering=0)
 
     def append(self, content: bytes) -> None:
-        """Raises InvalidValue for more bytes than announced, OSError if they cannot be written."""
+        """Appends bytes. Raises InvalidValue for more than announced, OSError if they cannot be written."""
         if self._stream.tell() + len(content) > self._expected_bytes:
             raise InvalidValue("file_bytes", f"more than {self._expected_bytes}", "the size in the upload's header")
         rest = memoryview(content)

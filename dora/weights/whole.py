@@ -17,7 +17,7 @@ CANARY_FILE: Final = "dora-canary.json"
 
 
 def manifest_in(folder: Path) -> Manifest:
-    """The manifest without its canary. Raises NotFound if there is none, InvalidValue if it is damaged."""
+    """Returns the manifest without its canary. Raises NotFound if there is none, InvalidValue if it is damaged."""
     file = folder / MANIFEST_FILE
     try:
         return read_manifest(file.read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def manifest_in(folder: Path) -> Manifest:
 
 
 def canary_in(folder: Path) -> Canary | None:
-    """The canary; None: the version was published without one. Raises InvalidValue if it is damaged."""
+    """Returns the canary, or None if the version was published without one. Raises InvalidValue if it is damaged."""
     file = folder / CANARY_FILE
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def write_canary(folder: Path, canary: Canary) -> None:
 
 
 def index_of(manifest: Manifest) -> str:
-    """The index that loaders use to find tensors; empty if they are in one file of the usual name."""
+    """Returns the index by which loaders find tensors, or an empty text if they are in one file of the usual name."""
     if {file.name for file in manifest.files} == {WEIGHTS_FILE}:
         return ""
     weight_map = {each.header.name: each.file for each in manifest.tensors}

@@ -104,7 +104,7 @@ def key_of(message: Message) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a template expects of a message with tool calls. Templates differ, and none says so."""
+    """The form that a template expects of a message with tool calls. Templates differ, and none says so."""
 
     arguments_as_text: bool = False  # it writes the arguments as they are; otherwise it serialises an object
     none_as_content: bool = False  # it writes the calls only if the content is None

@@ -29,7 +29,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
-    """What a renderer needs of :class:`dora.prompts.ChatTokenizer`."""
+    """The methods of :class:`dora.prompts.ChatTokenizer` that a renderer needs."""
 
     @property
     def longest_token(self) -> int: ...
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 class TooLong(InvalidValue):
-    """Text that no context has room for."""
+    """The text has no room in any context."""
 
     @classmethod
     def of(cls, length: str, context_tokens: int) -> "TooLong":
@@ -50,7 +50,7 @@ class TooLong(InvalidValue):
 
 
 class Unproven(DoraError):
-    """New messages cannot be appended to what was sampled. ``reason``: ``template`` or ``boundary``."""
+    """New messages cannot be appended to what was sampled. ``reason`` is ``template`` or ``boundary``."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -68,9 +68,9 @@ class Rendered:
 
 
 class ChatRenderer:
-    """The chat template of one model. ``end_token_ids``: the tokens that end a response of the model.
+    """The chat template of one model. ``end_token_ids`` end a response of the model.
 
-    ``context_tokens``: longer texts raise TooLong, after no more work than those that fit; 0: not known.
+    Texts longer than ``context_tokens`` raise TooLong, after no more work than those that fit. 0 means not known.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: Collection[int]) -> None:
@@ -79,9 +79,7 @@ class ChatRenderer:
         self.context_tokens = 0
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]) -> Rendered:
-        """Returns a whole chat up to the next answer. Raises InvalidValue if the template refuses it or leaves
-        something out.
-        """
+        """Returns a chat up to the next answer. Raises InvalidValue if the template refuses it or omits something."""
         self._check(messages, messages, tools, options)
         text = self._render(messages, tools, options, answer=True)
         return Rendered(text, self.encode(text))
@@ -104,7 +102,7 @@ class ChatRenderer:
             raise TooLong.of(f"{characters:,} characters", self.context_tokens)
 
     def check_tokens(self, tokens: int, max_tokens: int) -> None:
-        """Raises TooLong for a prompt that leaves no room for an answer of ``max_tokens`` (0: any)."""
+        """Raises TooLong for a prompt that leaves no room for an answer of ``max_tokens`` (0 for any)."""
         if 0 < self.context_tokens < tokens + max(1, max_tokens):
             answer = f", with max_tokens {max_tokens:,}" if max_tokens else ""
             raise TooLong.of(f"{tokens:,} tokens{answer}", self.context_tokens)
@@ -112,8 +110,8 @@ class ChatRenderer:
     def _check(
         self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None, options: Mapping[str, Any]
     ) -> None:
-        """Raises TooLong; InvalidValue for new messages or tools that the template leaves out: it is rendered with a
-        mark in place of each.
+        """Raises TooLong, and InvalidValue for new messages or tools that the template leaves out. To find these, it
+        renders a mark in place of each.
         """
         texts = [text_of(each.get("content")) for each in messages]
         self.check_length(sum(map(len, texts)))
@@ -150,7 +148,7 @@ class ChatRenderer:
     ) -> Rendered:
         """Returns what the template writes after the last answer of ``history``, up to the answer to ``new``.
 
-        ``sampled``: the tokens of that answer, with the token that ended it. Raises Unproven.
+        ``sampled`` has the tokens of that answer, with the token that ended it. Raises Unproven.
         """
         self._check([*history, *new], new, tools, options)
         text = self._suffix_text(history, new, tools, options, self._end_text(sampled))
@@ -217,7 +215,6 @@ class ChatRenderer:
         return ("", after) if closing.strip() in self._end_texts else None
 
     def _after_end(self, closing: str, rest: str, end: str) -> str:
-        """Removes what the sampled answer has already: its end, and the form of its last tool call."""
         for text in (end, *self._end_texts):  # the policy may end with another token than the template
             _, found, more = closing.partition(text)
             if found:
@@ -226,7 +223,7 @@ class ChatRenderer:
         return begun.removeprefix(end) if begun.startswith(end) else rest
 
     def _suffix_tokens(self, text: str, sampled: Sequence[int]) -> tuple[int, ...]:
-        """Tokenises a suffix such that it begins at a token's boundary."""
+        """Tokenises a suffix that begins at a token's boundary. Raises Unproven if none does."""
         encode, decode = self.encode, self._tokenizer.decode
         tail = decode(sampled[-1:] if self._is_ended(sampled) else sampled[-_TAIL_TOKENS:], special_tokens=True)
         before, both = encode(tail), encode(tail + text)
@@ -241,7 +238,6 @@ class ChatRenderer:
         return bool(sampled) and sampled[-1] in self._ends
 
     def _end_text(self, sampled: Sequence[int]) -> str:
-        """Returns the text of the token that ended an answer; empty if its length or a stop string did."""
         return self._tokenizer.decode(sampled[-1:], special_tokens=True) if self._is_ended(sampled) else ""
 
     def _render(
@@ -256,7 +252,7 @@ class ChatRenderer:
 
     @cached_property
     def _form(self) -> Form:
-        """The first form in which the template writes the arguments of a call; any, if it knows no calls."""
+        """Returns the first form in which the template writes a call's arguments, or any form if it knows no calls."""
         function = {"name": "f", "arguments": {"mark": _MARK}}
         call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral's templates ask for 9 letters
         chat: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
@@ -281,6 +277,5 @@ def _marked(answer: Message) -> Iterator[Message]:
 
 
 def _after_mark(text: str) -> str | None:
-    """Returns what follows the mark; None if the text does not have it exactly once."""
     parts = text.split(_MARK)
     return parts[1] if len(parts) == 2 else None

@@ -13,14 +13,13 @@ CLOSE: Final = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of a reply. ``arguments``: a JSON object, as text."""
+    """A tool call of a reply. ``arguments`` is a JSON object, as text."""
 
     id: str
     name: str
     arguments: str
 
     def value(self) -> Any:
-        """Returns the arguments as an object."""
         return json.loads(self.arguments)
 
     def message(self) -> dict[str, Any]:
@@ -29,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """An answer for a client. ``reasoning`` None: it has none."""
+    """An answer for a client. ``reasoning`` is None if it has none."""
 
     content: str
     reasoning: str | None = None
@@ -53,9 +52,10 @@ class Piece:
 
 
 class ReplyParser:
-    """One reply. ``tools`` None: no tool was offered, so no text is a call. ``offered``: the tools.
+    """Parses one reply. If ``tools`` is None, no text is a call. ``offered`` has the tools.
 
-    ``is_thinking``: the prompt has opened the reasoning. ``is_plain``: all text is content. ``new_id`` names a call.
+    ``is_thinking`` says that the prompt has opened the reasoning, ``is_plain`` that all text is content. ``new_id``
+    names a call.
 
     The pieces of :meth:`push` and :meth:`end` together are the texts of the reply. Text that may be a call is kept
     until the end.
@@ -109,7 +109,6 @@ class ReplyParser:
         return new
 
     def _split(self, text: str) -> tuple[str | None, str]:
-        """Returns the reasoning, None if there is none, and the text after it."""
         if self._is_plain:
             return None, text
         if not self._is_thinking:
@@ -124,7 +123,6 @@ class ReplyParser:
 
     @staticmethod
     def _before_call(content: str, tools: ToolFormat) -> str:
-        """Returns the text before anything that is, or may become, a call."""
         if tools.only_first:
             begin = content.lstrip()
             may_be = any(begin.startswith(mark) or mark.startswith(begin) for mark in tools.marks)
@@ -138,7 +136,6 @@ class ReplyParser:
 
 
 def _before(text: str, mark: str) -> str:
-    """Returns a text without an end that may be the beginning of ``mark``."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return text[:-length]

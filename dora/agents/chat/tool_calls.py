@@ -19,7 +19,7 @@ DEPTH_MAX: Final = strict_json.DEPTH_MAX - 16  # of a call: a request that repea
 
 @dataclass(frozen=True, slots=True)
 class FoundCall:
-    """A well-formed call. ``arguments``: an object."""
+    """A well-formed call, whose ``arguments`` are an object."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -38,7 +38,7 @@ Tools = Sequence[Mapping[str, Any]]  # as in the OpenAI API
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write calls. ``marks``: texts of which one begins each call; ``only_first``: only at a reply's start.
+    """One way to write calls. A call begins with one of ``marks``; with ``only_first``, only at a reply's start.
 
     ``find`` returns the calls of a reply's text to the tools that were offered.
     """
@@ -68,7 +68,6 @@ def _call_of(value: Any, *names: str) -> FoundCall | None:
 
 
 def _json(text: str) -> Any:
-    """Returns a JSON value that a client can send back; None for any other text."""
     try:
         return _portable(json.loads(text))
     except (ValueError, RecursionError, InvalidValue):
@@ -76,7 +75,7 @@ def _json(text: str) -> Any:
 
 
 def _portable(value: Any) -> Any:
-    """Returns a value if a request may hold it. Raises InvalidValue otherwise: half a surrogate pair, NaN, or depth."""
+    """Returns a value that requests may hold. Raises InvalidValue for NaN, half a surrogate pair or too much depth."""
     said = json.dumps(value)
     return read_json(said, "call", len(said), DEPTH_MAX)
 
@@ -87,7 +86,7 @@ _PARAMETER: Final = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", 
 
 
 def _hermes(text: str, tools: Tools) -> FoundCalls:
-    """``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
+    """Reads ``<tool_call>`` around JSON (Hermes, Qwen 2.5 and 3), or around ``<function=...>`` (Qwen3-Coder)."""
     calls: list[FoundCall] = []
 
     def kept(match: re.Match[str]) -> str:
@@ -115,7 +114,7 @@ def _function(body: str, tools: Tools) -> FoundCall | None:
 
 
 def _value(text: str, types: frozenset[str]) -> Any:
-    """Reads a parameter of these ``types`` (empty: of any): JSON where it is some of them, else text."""
+    """Reads a parameter of these ``types``, or of any without some: as JSON if it is one of them, else as text."""
     kind, word = _WORDS.get(text.strip(), ("", None))
     if kind in types:
         return word
@@ -146,7 +145,7 @@ _NAMES: Final[Mapping[type, set[str]]] = {
 
 
 def _types(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
-    """Returns the types that a JSON schema allows; none: it does not say. ``root``: where its references begin."""
+    """Returns the types that a JSON schema allows; none if it does not say. Its references begin at ``root``."""
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return frozenset()
     said = [schema.get("type"), *_list(schema.get("type"))]
@@ -167,7 +166,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _llama(text: str, _: Tools) -> FoundCalls:
-    """A whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
+    """Reads a whole reply of JSON objects with ``name`` and ``parameters``, separated by ``;`` (Llama 3)."""
     body = text.strip().removeprefix("<|python_tag|>").strip()
     calls = tuple(_call_of(value, "parameters", "arguments") for value in _objects(body))
     if not calls or None in calls:
@@ -195,7 +194,7 @@ _NAMED: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOT
 
 
 def _mistral(text: str, _: Tools) -> FoundCalls:
-    """``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
+    """Reads ``[TOOL_CALLS]`` before a list of objects, or before each ``name{...}``."""
     content, *bodies = text.split("[TOOL_CALLS]")
     calls: list[FoundCall | None] = []
     for body in bodies:

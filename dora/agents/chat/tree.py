@@ -32,7 +32,7 @@ class BranchPlace(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A message of a chat. ``place``: its end if it is an answer of this session."""
+    """A message of a chat. ``place`` is its end if it is an answer of this session."""
 
     place: BranchPlace | None = None
     children: dict[str, list["_Node"]] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class _Node:
 class Ask:
     """One turn: ``inputs`` follows the tokens of ``branch``.
 
-    ``begins``: the branch is new. It has the tokens of ``origin``; None: none. ``reason``: why it is new: a key of
-    BREAKS, BRANCH or NEW; empty for a session's first branch.
+    If it ``begins``, the branch is new, with the tokens of ``origin``, if any. ``reason`` says why: a key of BREAKS,
+    BRANCH or NEW, or empty for a session's first branch.
     """
 
     branch: int
@@ -58,14 +58,13 @@ class Ask:
 
 @dataclass(slots=True)
 class Branch:
-    """The tokens of one branch. ``turns``: (first, one after the last) of each answer."""
+    """The tokens of one branch. ``turns`` has (first, one after the last) of each answer."""
 
     token_ids: list[int] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     is_open: bool = True  # no turn is under way, and none has failed
 
     def until(self, tokens: int) -> "Branch":
-        """Returns its first ``tokens`` tokens as another branch."""
         return Branch(self.token_ids[:tokens], [turn for turn in self.turns if turn[1] <= tokens])
 
     def common(self, token_ids: np.ndarray[Any, Any]) -> int:
@@ -145,7 +144,7 @@ class SessionTree:
         options: Mapping[str, Any] | None = None,
         prompt: Rendered | None = None,
     ) -> "Plan":
-        """Finds the answer that a chat continues. ``prompt``: the whole chat, if it was rendered before."""
+        """Finds the answer that a chat continues. ``prompt`` is the whole chat, if it was rendered before."""
         options = options or {}
         context, keys = context_key(tools, options), tuple(map(key_of, messages))
         root = self._roots.get(context, _Node())
@@ -175,9 +174,7 @@ class SessionTree:
     def ask_restored(
         self, messages: Sequence[Message], tools: Tools | None, options: Mapping[str, Any], *, is_thinking: bool
     ) -> Ask:
-        """Returns the ask of a restored branch's last answer, which is taken off it. ``messages`` are those that the
-        answer follows; none for a prompt of token ids.
-        """
+        """Takes the last answer, to ``messages`` or a prompt, off a restored branch. Returns the ask of that answer."""
         root = self._roots.setdefault(context_key(tools, options), _Node()) if messages else None
         (branch,) = self.branches
         first, end = branch.turns.pop()
@@ -206,13 +203,11 @@ class SessionTree:
         self._answers.add(key)
 
     def dropped(self, ask: Ask, *, is_known: bool = True) -> None:
-        """Notes that a turn has failed. ``is_known``: the service knows of it, so its branch cannot go on."""
+        """Notes that a turn has failed. If the service knows of it (``is_known``), its branch cannot go on."""
         self.branches[ask.branch].is_open = not is_known
 
     def _find(self, root: _Node, messages: Sequence[Message], keys: Sequence[str]) -> tuple[_Node, int, str]:
-        """Returns the last answer of this session among the messages, the number of messages up to it, and the reason
-        for a new branch.
-        """
+        """Returns this session's last answer among the messages, their number up to it, and why a branch begins."""
         found, count, level = root, 0, [root]
         for number, key in enumerate(keys, start=1):
             below = [child for node in level for child in node.children.get(key, ())]
@@ -229,7 +224,6 @@ class SessionTree:
 
     @staticmethod
     def _replaced(level: Sequence[_Node], rest: Sequence[Message], number: int) -> bool:
-        """Returns whether the client gives an answer of its own in the place of one of this session."""
         answers = any(child.place for node in level for children in node.children.values() for child in children)
         return answers and rest[number]["role"] == "assistant"
 
@@ -245,7 +239,6 @@ class SessionTree:
         return branch.token_ids[first : place.tokens]
 
     def _tips(self) -> list[tuple[BranchPlace, list[int], list[int]]]:
-        """Returns the latest branches that may go on: their ends, tokens, and last answers."""
         found = []
         for number, branch in reversed(list(enumerate(self.branches))[-_TEXTS_MAX:]):
             place = BranchPlace(number, len(branch.token_ids))
@@ -254,9 +247,7 @@ class SessionTree:
         return found
 
     def _longest(self, rendered: Rendered) -> tuple[BranchPlace | None, Rendered, bool]:
-        """Returns the place from which the most tokens of a prompt can be kept, the tokens that follow it, and whether
-        they differ within an answer.
-        """
+        """Returns the place from which most tokens of a prompt can be kept, the rest, and whether an answer differs."""
         token_ids = np.asarray(rendered.token_ids, np.int32)
         best, kept, cuts = None, (0, False), False
         for number, branch in enumerate(self.branches):

@@ -26,7 +26,7 @@ class Failing(Driven, Protocol):
 
 
 class Attending:
-    """Runs ``episode`` for each session, ``at_once`` at most. ``described``: an error of the episode, in one line.
+    """Runs ``episode`` for each session, ``at_once`` at most. ``described`` states an error of the episode in one line.
 
     A session that is offered again, since its connection was lost, goes on with the environment that it has.
     """
@@ -43,9 +43,7 @@ class Attending:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     async def run(self, attend: Callable[[], AsyncGenerator[Failing]]) -> None:
-        """Attends until the service ends the stream and the last session has ended. Raises ServiceUnavailable if the
-        service is gone for long.
-        """
+        """Attends until stream and sessions have ended. Raises ServiceUnavailable if the service is gone for long."""
         patience = Patience(WAITS_FOR_SERVICE_S)
         try:
             while True:

@@ -17,7 +17,7 @@ STUCK_MAX: Final = 64  # calls left behind in one process, which then ends itsel
 
 
 class EnvironmentFailed(DoraError):
-    """A session's environment cannot go on: the reason, in one line."""
+    """A session's environment cannot go on, for a reason in one line."""
 
 
 class TimeOver(EnvironmentFailed):
@@ -25,7 +25,7 @@ class TimeOver(EnvironmentFailed):
 
 
 class Ended(EnvironmentFailed):
-    """The process of a session's environment has ended. ``fault``: whose it is."""
+    """The process of a session's environment has ended. ``fault`` says whose fault that is."""
 
     def __init__(self, said: str, fault: Fault) -> None:
         self.fault = fault
@@ -33,7 +33,7 @@ class Ended(EnvironmentFailed):
 
 
 class Calls:
-    """Runs calls of environments. ``stuck``: those that go on although they were cancelled."""
+    """Runs calls of environments. ``stuck`` has those that go on although they were cancelled."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s

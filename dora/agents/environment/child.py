@@ -12,7 +12,7 @@ from dora.tls import Tls
 
 class EnvironmentProcess:
     def __init__(self, settings: EnvironmentConfig, passed: Sequence[str] = (), tls: Tls | None = None) -> None:
-        """``passed``: variables of the surroundings for it. ``tls``: the service's; None: it is in the clear.
+        """It gets the variables ``passed`` from here. ``tls`` is the service's; None if that is not encrypted.
 
         Raises InvalidValue if the class does not load.
         """
@@ -22,7 +22,7 @@ class EnvironmentProcess:
         self._process: SupervisedProcess | None = None
 
     def start(self, service: str, token: str, model: Path, log: Path | None = None) -> None:
-        """``token``: of the environment's role. ``log``: the file for its output; None: this process's stderr."""
+        """Starts it with a token of the role environment. Its output goes to ``log``, or to this process's stderr."""
         words = [f"environment.{name}={value}" for name, value in self._settings if name != "spec"]
         sets = [word for each in words for word in ("--set", each)]
         argv = ["-m", "dora", "environment", self._settings.spec, "--service", service, "--model", str(model), *sets]

@@ -38,7 +38,7 @@ RECONNECT_S = 300.0  # how long a session waits for a service that has gone
 
 
 class Driven(Protocol):
-    """What an episode needs of :class:`dora.client.sessions.Session`."""
+    """The attributes of :class:`dora.client.sessions.Session` that an episode needs."""
 
     session_id: str
     prompt_id: str
@@ -68,9 +68,9 @@ class Driven(Protocol):
 class Episodes:
     """Runs sessions with an environment class.
 
-    ``starting``: those that may start up at once. ``turns``: of a session, at most; 0: any. ``alone``: returns an
-    environment with a process of its own for tasks that need one. ``context_tokens``: the service's; 0: not known.
-    ``long``: the long chats that are tokenised at once.
+    ``starting`` environments may start up at once, and ``long`` chats be tokenised at once. A session has at most
+    ``turns`` turns (0 for any). ``alone`` returns an environment with a process of its own for tasks that need one.
+    ``context_tokens`` is the service's, 0 if not known.
     """
 
     make: Callable[[], Environment]
@@ -174,7 +174,7 @@ class Episodes:
         self, tree: SessionTree, chat: list[dict[str, Any]], new: list[dict[str, Any]], tools: Tools | None
     ) -> Ask:
         """Renders the ``new`` last messages of a chat. Long ones are tokenised beside the event loop, a few at a time,
-        and only their beginning if that alone has no room in the context: then raises InvalidValue.
+        and only their beginning if that alone has no room in the context. Raises InvalidValue then.
         """
         texts = [each["content"] for each in new if isinstance(each.get("content"), str)]
         if sum(map(len, texts)) <= LONG_CHARACTERS:
@@ -257,7 +257,6 @@ def _reply(number: int, turn: Turn, parsed: ParsedReply) -> Reply:
 
 
 def _name_of(message: Mapping[str, Any], reply: Reply) -> str:
-    """Returns the name under which a turn's last new message is recorded: the tool's, or the message's own."""
     called = {call.id: call.name for call in reply.tool_calls}
     said = message.get("name") or called.get(message.get("tool_call_id") or "")
     name = said if isinstance(said, str) and said.isprintable() else ""

@@ -22,8 +22,8 @@ class Ending(Protocol):
 
 
 class Guard:
-    """Limits this process. ``blocked_s``: longest time for which the environments may block the event loop. ``calls``:
-    those of the environments. ``ending``: is told why the process ends; default: the log.
+    """Limits this process. Environments, in ``calls``, may block the event loop for ``blocked_s`` at most. ``ending``
+    is told why the process ends; by default the log is.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Guard:
         threading.Thread(target=self._watch, name="guard", daemon=True).start()
 
     def tick(self) -> None:
-        """The event loop runs."""
+        """Notes that the event loop runs."""
         self._seen_s = time.monotonic()
 
     def described(self, error: BaseException) -> str:

@@ -57,7 +57,7 @@ class TextEpisode:
 
 
 def gymnasium_episodes(spec: str) -> Callable[[], TextEpisode]:
-    """Returns what makes episodes of ``gymnasium:ID``. Makes one environment to look at its spaces.
+    """Returns a maker of episodes of ``gymnasium:ID``. Makes one environment to look at its spaces.
 
     Raises InvalidValue. ID may begin with a module that registers it, as in ``my_games:WordGame-v0``.
     """

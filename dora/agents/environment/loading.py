@@ -49,9 +49,10 @@ ADAPTERS: Final[dict[str, Adapter | None]] = {  # None: its episodes run by anot
 
 
 def load_environment(spec: str) -> Callable[[], Environment] | None:
-    """Returns what makes sessions' environments: the class ``module:Class``, or by an adapter, as of ``gymnasium:ID``.
+    """Returns the maker of environments: the class ``module:Class``, or an adapter's, as of ``gymnasium:ID``.
 
-    None: another interpreter runs its episodes. Raises InvalidValue unless it can be imported and has the methods.
+    Returns None if another interpreter runs the episodes. Raises InvalidValue unless it can be imported and has the
+    methods.
     """
     kind, _, name = spec.partition(":")
     if not name:

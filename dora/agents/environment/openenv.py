@@ -29,7 +29,7 @@ _INVALID: Final = "VALIDATION_ERROR"  # of an action: the policy is told
 
 
 class ServerRefused(DoraError):
-    """A server's error. ``value``: its code."""
+    """A server's error, with its code as ``value``."""
 
 
 class Freed:
@@ -59,7 +59,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """``full_s``: how long a session waits for a server without room; ``away_s``: for one that cannot be reached."""
+    """A server. A session waits ``full_s`` for one without room, and ``away_s`` for one that cannot be reached."""
 
     url: URL
     full_s: float = 300.0
@@ -125,7 +125,6 @@ class OpenEnvEpisode:
             await self._http.close()
 
     async def _begun(self, http: aiohttp.ClientSession, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens the WebSocket, and resets the environment. Waits for a server without room, or that is away."""
         loop = asyncio.get_running_loop()
         began_s, pause_s = loop.time(), PAUSE_S
         while True:
@@ -185,7 +184,7 @@ class OpenEnvEpisode:
 
 
 def openenv_episodes(spec: str) -> Callable[[], OpenEnvEpisode]:
-    """Returns what makes episodes of ``openenv:URL``. Raises InvalidValue for another kind of URL."""
+    """Returns a maker of episodes of ``openenv:URL``. Raises InvalidValue for another kind of URL."""
     try:
         url = URL(spec.removeprefix(PREFIX))
     except ValueError as error:

@@ -18,8 +18,8 @@ _CALL: Final = "call_tool"
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """The actions that an environment takes. ``fields``: of an action; ``text_field``: the one that a reply's text is
-    given as; empty: none. ``are_calls``: they are calls of tools.
+    """The actions that an environment takes, with their ``fields``. A reply's text is given as ``text_field``, if there
+    is one. If ``are_calls``, they are calls of tools.
     """
 
     fields: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Actions:
     are_calls: bool = False
 
     def of(self, reply: Reply) -> list[dict[str, Any]]:
-        """Returns the actions of a reply, one for each of its calls. Empty: the reply has none."""
+        """Returns the actions of a reply, one for each of its calls, or none."""
         if self.are_calls:
             return [
                 {"type": _CALL, "tool_name": call.name, "arguments": call.value()}
@@ -40,7 +40,6 @@ class Actions:
         return [{self.text_field: reply.text.strip()}] if self.text_field else []
 
     def _object(self, text: str) -> dict[str, Any] | None:
-        """Returns the JSON object that a text is, or that its only fenced block is, if it has fields of an action."""
         fenced = _FENCED.findall(text)
         try:
             found = read_json(fenced[0] if len(fenced) == 1 else text, "reply", REPLY_BYTES)
@@ -50,7 +49,6 @@ class Actions:
 
     @property
     def expected(self) -> str:
-        """The message to a policy whose reply has no action."""
         return f"Answer with a JSON object with the fields {', '.join(self.fields)}."
 
 

@@ -20,7 +20,7 @@ AGAIN_S: Final = 5.0  # after a preparation that failed
 class WarmPool:
     """``size`` environments that wait for a session; a taken one is replaced by another.
 
-    ``starting``: those that may start up at once, with the sessions' own. A preparation that fails or takes longer than
+    ``starting`` may start up at once, with the sessions' own. A preparation that fails or takes longer than
     ``timeout_s`` is begun again after a pause, and no session notices.
     """
 
@@ -57,7 +57,7 @@ class WarmPool:
 
     @asynccontextmanager
     async def filling(self) -> AsyncIterator[None]:
-        """Keeps the pool full meanwhile, and closes what is left in it at the end."""
+        """Keeps the pool full within the block, and closes what is left in it at the end."""
         fillers = [asyncio.create_task(self._fill()) for _ in range(self._size)]
         try:
             yield

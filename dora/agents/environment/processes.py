@@ -83,7 +83,7 @@ class Remote:
                 process.forget(self)
 
     async def ended(self) -> Ended | None:
-        """Returns how its process has ended; None: it has not."""
+        """Returns how its process has ended, or None if it runs."""
         if self._process is not None and self._process.is_ending:
             await asyncio.wait({self._process.over})
         return self.outcome
@@ -98,7 +98,7 @@ class Remote:
 
 
 class UserProcess:
-    """One process. ``over``: is done when it has ended, and every environment in it has its ``outcome``."""
+    """One process. ``over`` is done when it has ended, and every environment in it has its ``outcome``."""
 
     def __init__(self, processes: "Processes", *, is_alone: bool) -> None:
         self._processes, self._is_alone = processes, is_alone
@@ -158,13 +158,12 @@ class UserProcess:
             self._asked.pop(number, None)
 
     def forget(self, remote: Remote) -> None:
-        """The environment is closed."""
         self._remotes.pop(remote.number, None)
         if self._is_alone:
             self.end("")
 
     def end(self, reason: str) -> None:
-        """Ends the process. ``reason``: why, if it is the fault of the environment whose code runs."""
+        """Ends the process. ``reason`` says why, if it is the fault of the environment whose code runs."""
         if self.is_ending:
             return
         self.is_ending, self._said = True, reason
@@ -210,7 +209,6 @@ class UserProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _settle(self, code: int) -> None:
-        """Finds whose fault the end is, and tells each environment."""
         (number,) = MARK.unpack(os.pread(self._marks, MARK.size, 0))
         words = os.pread(self._marks, WORDS_BYTES, MARK.size).decode(errors="replace").strip("\0").splitlines()
         os.close(self._marks)
@@ -237,8 +235,6 @@ class UserProcess:
 
 
 class Processes:
-    """The processes of one driver."""
-
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
         self._numbers = 0
@@ -301,7 +297,6 @@ class Processes:
         return fault
 
     async def stop(self) -> None:
-        """Ends all processes."""
         over = [each.over for each in self._all]
         for each in list(self._all):
             each.end("")

@@ -15,8 +15,8 @@ Messages = Sequence[Mapping[str, Any]]  # of the OpenAI API
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a session is about. ``text``: the prompt of the source; ``verifier``: what its reward function gets;
-    ``is_evaluation``: no step trains on it.
+    """The subject of a session. ``text`` is the prompt of the source, ``verifier`` what its reward function gets. No
+    step trains on it if it ``is_evaluation``.
     """
 
     prompt_id: str
@@ -41,10 +41,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a session. ``reward`` None: the service's reward function scores it.
+    """The end of a session. If ``reward`` is None, the service's reward function scores it.
 
-    ``turn_rewards``: of single turns, by ``Reply.turn``; without a reward of the session, they add up. ``log``: a line
-    for the record. Components and log are cut to the limits of :mod:`dora.data.verdict`.
+    ``turn_rewards`` are those of single turns, by ``Reply.turn``; without a reward of the session, they add up. ``log``
+    is a line for the record. Components and log are cut to the limits of :mod:`dora.data.verdict`.
     """
 
     reward: float | None = None

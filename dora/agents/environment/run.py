@@ -31,7 +31,7 @@ TICK_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentOptions:
-    """``settings.spec`` names the class. ``model`` None: the service's folder."""
+    """Options of a driver. ``settings.spec`` names the class. If ``model`` is None, it is the service's folder."""
 
     service: str
     token: str = field(repr=False)
@@ -40,9 +40,7 @@ class EnvironmentOptions:
 
 
 async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]) -> None:
-    """Drives sessions until the service ends, in a process with limits. Raises InvalidValue, Unauthenticated,
-    ServiceUnavailable.
-    """
+    """Drives sessions, in a limited process. Raises InvalidValue, Unauthenticated, ServiceUnavailable."""
     settings = options.settings
     is_harness = runs_elsewhere(settings.spec)
     folder = options.model or await _folder_of(options)

@@ -41,7 +41,7 @@ MARK: Final = struct.Struct("<q")  # at the beginning of the marks; the last wor
 
 
 class Instance:
-    """One environment. ``name``: of its session, for the log."""
+    """One environment. ``name`` is that of its session, for the log."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -53,7 +53,7 @@ _RUNNING: Final[contextvars.ContextVar[Instance | None]] = contextvars.ContextVa
 
 
 class Marks:
-    """The marks of this process. ``descriptor``: of their memory."""
+    """The marks of this process. Their memory has the ``descriptor``."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._number = descriptor, mmap.mmap(descriptor, MARK.size)
@@ -65,12 +65,11 @@ class Marks:
         MARK.pack_into(self._number, 0, instance.number if instance is not None else 0)
 
     def say(self, reason: str, frame: FrameType | None) -> None:
-        """Leaves last words."""
         at = f'\n  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}' if frame else ""
         os.pwrite(self._descriptor, f"{reason}{at}\n".encode(errors="replace"), MARK.size)
 
     def note_exits(self) -> None:
-        """Has ``os._exit`` leave last words."""
+        """Makes ``os._exit`` leave last words."""
         own_id, leave = os.getpid(), os._exit
 
         def leaving(code: int) -> None:
@@ -82,7 +81,7 @@ class Marks:
         os._exit = leaving  # type: ignore[assignment]
 
     def ending(self, reason: str, *, is_blocked: bool) -> None:
-        """The process ends itself at a limit, which may be that of all its environments."""
+        """Notes that the process ends itself at a limit, which may be that of all its environments."""
         if not is_blocked:
             self.enter(None)
         self.say(reason, sys._current_frames().get(threading.main_thread().ident or 0) if is_blocked else None)
@@ -125,7 +124,6 @@ def _task(marks: Marks, loop: asyncio.AbstractEventLoop, call: Any, **about: Any
 
 
 def _where(error: BaseException) -> str:
-    """Returns the innermost line of an error's stack, as the end of a sentence."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -223,7 +221,6 @@ async def _stepped(instance: Instance, given: dict[str, Any]) -> Any:
 
 
 def _plain(value: object) -> Any:
-    """Returns what JSON has for a value that is not of its types."""
     item = getattr(value, "item", None)
     if callable(item) and not getattr(value, "ndim", 0):  # a scalar of numpy or torch
         return item()

@@ -38,7 +38,7 @@ _ENDS_WITHIN_S: Final = 10.0
 
 
 class Bridge:
-    """A bridge under way. ``gone``: is done when it has ended."""
+    """A bridge under way. ``gone`` is done when it has ended."""
 
     def __init__(self, spec: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._spec = spec
@@ -88,7 +88,7 @@ class Bridge:
 
 @asynccontextmanager
 async def bridge(settings: EnvironmentConfig, model: Path, key: str) -> AsyncIterator[Bridge]:
-    """Runs a bridge. ``key``: of the sessions' URLs. Raises InvalidValue for a taskset that does not load."""
+    """Runs a bridge. The sessions' URLs have ``key``. Raises InvalidValue for a taskset that does not load."""
     ours, theirs = socket.socketpair()
     with theirs:
         argv = [*bridge_argv(settings, model), str(theirs.fileno())]
@@ -139,7 +139,7 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class HarnessEpisodes:
-    """Runs sessions with a harness of verifiers. ``url``: at which ``gateway`` is served."""
+    """Runs sessions with a harness of verifiers. ``gateway`` is served at ``url``."""
 
     bridge: Bridge
     gateway: Gateway
@@ -182,10 +182,7 @@ class HarnessEpisodes:
     async def _watched(
         self, running: asyncio.Task[Any], agent: AgentSession, left_s: float, *, until_begun: bool = False
     ) -> float:
-        """Waits for the episode's end, or its first turn. Returns the time left. The policy's turns do not count.
-
-        Raises Failed when the time is over.
-        """
+        """Waits for the end or first turn. Returns the time left, without the policy's turns. Raises Failed at 0."""
         loop = asyncio.get_running_loop()
         begun = asyncio.create_task(agent.begun.wait())
         try:

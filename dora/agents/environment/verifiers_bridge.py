@@ -33,7 +33,7 @@ _SESSION: ContextVar[str] = ContextVar("session", default="verifiers")
 
 
 class Refused(Exception):
-    """Why a taskset cannot be driven."""
+    """A taskset cannot be driven, for this reason."""
 
 
 class VerifiersEpisodes:
@@ -56,7 +56,7 @@ class VerifiersEpisodes:
         self._reading = asyncio.Lock()
 
     def _local(self, env: dict[str, Any]) -> dict[str, Any]:
-        """Programs run on this host unless the file says otherwise: verifiers' default is a remote sandbox."""
+        """Runs programs on this host unless the file says otherwise: verifiers' default is a remote sandbox."""
         cls = self._vf.env_config_type(env.get("taskset", {}).get("id", ""), env.get("id", ""))
         agents = [name for name, field in cls.model_fields.items() if isinstance(field.default, self._vf.AgentConfig)]
         ours = {"runtime": {"type": "subprocess"}, **({"max_turns": self._turns} if self._turns else {})}

@@ -38,7 +38,7 @@ SESSION: Final = "/sessions/{session}"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route. ``does``: what its requests do, as a method of the service; roles of certificates follow from it."""
+    """One route. ``does`` is what its requests do, as a method of the service; roles of certificates follow from it."""
 
     verb: str
     path: str
@@ -177,8 +177,6 @@ class _WithoutClientsFaults(logging.LoggerAdapter[logging.Logger]):
 
 
 class _Entering(asyncio.Protocol):
-    """A new connection. It becomes the server's if there is room."""
-
     def __init__(self, make: Callable[[], asyncio.Protocol], crowd: Crowd) -> None:
         self._make = make
         self._crowd = crowd
@@ -195,6 +193,6 @@ class _Entering(asyncio.Protocol):
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """What came with the end of a TLS handshake."""
+        """Passes on what came with the end of a TLS handshake."""
         if self._protocol is not None:
             self._protocol.data_received(data)

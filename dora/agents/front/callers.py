@@ -21,8 +21,8 @@ ENDS: Final = "Sessions/EndSession"
 class Call:
     """The caller of a request.
 
-    ``session_id`` empty: a session of its own. ``holder``: whose requests in flight it counts to.
-    ``roles``: of the certificate, if that says which sessions it may open. ``is_own``: its key is that of the session.
+    An empty ``session_id`` means a session of its own. It counts to the requests in flight of ``holder``. ``roles`` are
+    those of a certificate that limits the sessions it may open. If ``is_own``, its key is that of the session.
     """
 
     holder: str
@@ -41,10 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The credentials and session of a request.
-
-    ``own``: the session whose key it has, which was compared. ``method``: what the request does.
-    """
+    """The credentials of a request that does ``method``. ``own`` is the session whose key it has, compared."""
 
     key: str = ""
     session_id: str = ""
@@ -54,8 +51,8 @@ class Credentials:
 
 
 class Callers:
-    """The callers of a front. ``key``: of all clients; empty: any key is accepted. ``mutual``: all clients show
-    certificates, and one with a role needs no key.
+    """The callers of a front. All clients have ``key``; if it is empty, any key is accepted. If ``mutual``, all clients
+    show certificates, and one with a role needs no key.
     """
 
     def __init__(self, key: str = "", *, mutual: bool = False) -> None:
@@ -63,7 +60,6 @@ class Callers:
         self._mutual = mutual
 
     def is_fronts(self, key: str) -> bool:
-        """Returns whether it is the key of all clients."""
         return bool(self._key) and is_same(key, self._key.decode())
 
     def call_of(self, credentials: Credentials) -> Call:

@@ -17,7 +17,7 @@ class FrontProcess:
     """
 
     def __init__(self, listen: str, key_file: Path | None = None, tls: Tls | None = None, clients: str = "") -> None:
-        """``tls``: the service's, None: in the clear; ``clients``: what its clients show.
+        """``tls`` is the service's, None if that is not encrypted. ``clients`` says what its clients show.
 
         Raises InvalidValue for an address that is not free, or that others reach while any key will do, or that the
         certificate does not name.
@@ -36,9 +36,7 @@ class FrontProcess:
         return url_of(self._listening, secure=self._tls is not None)
 
     def start(self, service: str, token: str, model: Path, page_token: str = "") -> None:
-        """Starts it at a service whose model's folder is on this host. ``token``: of the role environment;
-        ``page_token``: of the role metrics.
-        """
+        """Starts it at a service on this host. ``token`` is of the role environment, ``page_token`` of metrics."""
         options: dict[str, object] = {"--service": service, "--http": f"{INHERITED}{self._listening.fileno()}"}
         options["--model"] = model
         if self._key_file is not None:

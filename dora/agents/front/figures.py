@@ -49,7 +49,7 @@ class Figures:
             self.streams -= 1
 
     def until_first_token(self) -> Callable[[], None]:
-        """Begins a request's time to the first token of each of its turns; the result ends it for one."""
+        """Begins a request's time to the first token of each of its turns. The result ends it for one."""
         return partial(self._noted, time.monotonic())
 
     def _noted(self, began_s: float) -> None:
@@ -71,7 +71,7 @@ class Figures:
             self._request.observe(time.monotonic() - began_s)
 
     async def page(self, prefix_breaks: Counter[str], requests: int, sessions: int) -> bytes:
-        """The page for Prometheus. ``requests`` in flight; open ``sessions``."""
+        """Returns the page for Prometheus, with ``requests`` in flight and open ``sessions``."""
         found = [*families(FRONT, Readings(self, prefix_breaks, requests, sessions))]
         return await asyncio.to_thread(text_of, found, (self._registry, self._process))
 

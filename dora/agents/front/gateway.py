@@ -53,8 +53,8 @@ class FrontLimits:
 
 
 class Gateway:
-    """One front's state. ``key``: of all clients; empty: any key is accepted. ``tls`` None: clients in the clear.
-    ``tokens``: of roles, for scrapers under TLS; None: they show certificates.
+    """One front's state. All clients have ``key``; if it is empty, any key is accepted. Without ``tls`` clients are not
+    encrypted. Under TLS, scrapers have ``tokens`` of roles; if these are None, they show certificates.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------------- callers
 
     async def caller(self, key: str, session_id: str, holder: Holder | None = None, method: str = TURNS) -> Call:
-        """Returns who calls. ``session_id``: as header or path say. ``method``: what the request does.
+        """Returns who calls. ``session_id`` is that of header or path, ``method`` what the request does.
 
         Raises Unauthenticated, PermissionDenied, NotFound, InvalidValue.
         """
         return self._callers.call_of(Credentials(key, session_id, await self._owner(key), holder, method))
 
     async def _owner(self, key: str) -> str:
-        """Returns the session whose key it is; empty: it is no session's. Raises Unauthenticated."""
+        """Returns the session whose key it is, or an empty text. Raises Unauthenticated."""
         if not key.startswith(KEY) or self._callers.is_fronts(key):
             return ""
         found = session_of(key)
@@ -143,9 +143,9 @@ class Gateway:
         )
 
     async def turns(self, call: Call, requested: TurnRequest, name: str = "", group: str = "") -> list[RunningTurn]:
-        """Begins the turns of a request: in the call's session, or each in one of its own. ``name``: of the request and
-        its retries. ``group``: the name of the group of sessions of their own; turns that it has, of a front that died,
-        are returned and not sampled again.
+        """Begins the turns of a request: in the call's session, or each in one of its own. ``name`` is that of the
+        request and its retries, ``group`` that of the group of sessions of their own. If that has turns, of a front
+        that died, they are returned and not sampled again.
 
         Raises InvalidValue, NotFound, Conflict, LimitExceeded, ServiceUnavailable.
         """
@@ -251,7 +251,6 @@ class Gateway:
         await self._source.withdraw(group, "its front has died")
 
     async def _found_or_opened(self, opening: SessionOpening) -> Sequence[SessionHandle]:
-        """Returns the sessions of a group, which another front may have opened."""
         try:
             handles = await self._source.find(opening.group, opening.size)
         except NotFound:
@@ -263,7 +262,7 @@ class Gateway:
         return handles
 
     async def version_for(self, model: str) -> int | None:
-        """Returns the version that a model's name asks for; None: the newest. Raises NotFound for another model."""
+        """Returns the version that a model's name asks for; None is the newest. Raises NotFound for another model."""
         await self._check_model(model)
         return version_of(model)
 
@@ -304,7 +303,6 @@ class Gateway:
                     self._forget(session)
 
     async def _session(self, call: Call, requested: TurnRequest) -> AgentSession:
-        """Returns the session of a call. One that nobody opened is opened by its first call."""
         session_id = call.session_id
         self._check_open(session_id)
         await self._settled(session_id)
@@ -315,7 +313,6 @@ class Gateway:
         return await self.session(session_id)
 
     async def _settled(self, session_id: str) -> None:
-        """Waits for the end of an opening whose clients have left."""
         while isinstance(known := self._sessions.get(session_id), Shared) and known.is_left:
             await known.gone()
 

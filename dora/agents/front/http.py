@@ -38,7 +38,7 @@ ErrorBody = Callable[[DoraError], dict[str, Any]]
 
 @dataclass(slots=True)
 class ReceivedRequest:
-    """A request that has been read. ``kept``: it, for its retries, once its turns are asked."""
+    """A request that has been read. ``kept`` is it, for its retries, once its turns are asked."""
 
     gateway: Gateway
     call: Call
@@ -76,8 +76,8 @@ ASKED: Final = web.RequestKey("asked", ReceivedRequest)
 
 
 async def read_request(request: web.Request, *, is_verdict: bool = False) -> ReceivedRequest:
-    """Reads a request's body. ``is_verdict``: what is no Unicode in its texts, which are remarks, is replaced. Raises
-    InvalidValue, TooLarge.
+    """Reads a request's body. If it ``is_verdict``, its texts are remarks: what is no Unicode in them is replaced.
+    Raises InvalidValue, TooLarge.
     """
     gateway, call = request.app[GATEWAY], request[CALL]
     body = await read_body(request)
@@ -95,7 +95,7 @@ async def read_request(request: web.Request, *, is_verdict: bool = False) -> Rec
 
 async def caller_of(request: web.Request, method: str = TURNS) -> Call:
     """Returns who calls, by certificate, key, header and path. The path wins: clients such as verifiers send a header
-    of their own. ``method``: what the request does.
+    of their own. ``method`` is what the request does.
 
     Raises Unauthenticated, PermissionDenied, InvalidValue.
     """
@@ -146,9 +146,7 @@ def _text(body: bytes) -> str:
 
 
 def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = TURNS) -> Handler:
-    """Returns a handler that answers refusals in a protocol's shape, and counts requests in flight. ``method``: what
-    the request does.
-    """
+    """Returns a handler that answers refusals in a protocol's shape, and counts requests that do ``method``."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
@@ -175,7 +173,6 @@ def refusing(handler: Handler, body_of: ErrorBody = openai_body, method: str = T
 
 @contextmanager
 def _kept(request: web.Request) -> Iterator[None]:
-    """Notes how a request's reply ends, for its retries."""
     failed = True
     try:
         yield
@@ -189,8 +186,8 @@ def _kept(request: web.Request) -> Iterator[None]:
 
 
 async def check_reader(request: web.Request) -> None:
-    """Raises Unauthenticated and PermissionDenied for one who may not read the metrics: under TLS it needs a role, by
-    certificate or token, otherwise the key of agents.
+    """Raises Unauthenticated and PermissionDenied for a caller that may not read the metrics. Under TLS it needs a
+    role, by certificate or token, otherwise the key of agents.
     """
     gateway = request.app[GATEWAY]
     key = bearer_of(request.headers.get("Authorization", ""))

@@ -25,7 +25,7 @@ def key_of(session_id: str, capability: bytes) -> str:
 
 
 def session_of(key: str) -> str:
-    """Returns the id of the session whose key this may be; empty: it is no session's."""
+    """Returns the id of the session whose key this may be, or an empty text."""
     if not key.startswith(KEY) or not key.isascii():
         return ""
     try:

@@ -13,8 +13,8 @@ BACKLOG: Final = 1024
 
 
 def listening_socket(listen: str, *, has_key: bool) -> socket.socket:
-    """Returns a listening socket: a new one at host:port, or the parent's. ``has_key``: clients need a key or a
-    certificate. Raises InvalidValue, also for an address that others reach while any key will do.
+    """Returns a listening socket: a new one at host:port, or the parent's. Clients need a key or certificate if
+    ``has_key``. Raises InvalidValue, also for an address that others reach while any key will do.
     """
     if listen.startswith(INHERITED) and listen.removeprefix(INHERITED).isdecimal():
         return socket.socket(fileno=int(listen.removeprefix(INHERITED)))
@@ -33,6 +33,6 @@ def listening_socket(listen: str, *, has_key: bool) -> socket.socket:
 
 
 def url_of(listening: socket.socket, *, secure: bool = False) -> str:
-    """Returns the URL of a front that listens there. ``secure``: under TLS."""
+    """Returns the URL of a front that listens there, ``secure`` under TLS."""
     host, port = listening.getsockname()[:2]
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """``ends``: the tokens that end a response. ``tools``: how the model writes tool calls."""
+    """A served model. ``ends`` are the tokens that end a response, ``tools`` the format of its tool calls."""
 
     tokenizer: ChatTokenizer
     ends: frozenset[int]
@@ -31,8 +31,8 @@ class ServedModel:
 
     @property
     def reference(self) -> str:
-        """The folder, from which a client on this host reads the tokenizer; empty: there is none. Tinker's client takes
-        a name of three parts for a variant of the model in the first two.
+        """The folder, from which a client on this host reads the tokenizer, or an empty text. Tinker's client takes a
+        name of three parts for a variant of the model in the first two.
         """
         name = "" if self.folder is None else str(self.folder)
         return f"/{name}" if name.count("/") == 2 else name

@@ -43,7 +43,7 @@ class Shared(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What identifies a request. ``key``: of its client; empty: it gave none. ``is_retry``: its client says so."""
+    """The identity of a request. ``key`` is its client's, empty if it gave none. ``is_retry`` if its client says so."""
 
     call: Call
     route: str
@@ -53,14 +53,14 @@ class Named:
 
     @property
     def name(self) -> str:
-        """The same for the request and its retries: by its key, or else by its content."""
+        """The name that a request and its retries share: by its key, or else by its content."""
         parts = (self.call.holder, self.call.session_id, self.route, bool(self.key), self.key or self.digest)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A request and its turns. ``readers``: of its reply. ``is_left``: its client has gone without a whole reply."""
+    """A request and its turns. ``readers`` read its reply. It ``is_left`` if its client has gone before the end."""
 
     received: Named
     request_id: str  # its client's name for it
@@ -84,14 +84,14 @@ class Kept:
 
 
 class Replays:
-    """The latest requests, by who asked and what."""
+    """The latest requests, by caller and content."""
 
     def __init__(self) -> None:
         self._replays: dict[Kept, None] = {}  # the oldest first
         self._named: dict[str, list[Kept]] = {}
 
     def find(self, received: Named, now_s: float) -> Kept | None:
-        """Returns the first call of a request, and notes another reader of it; None: there was none.
+        """Returns the first call of a request, and notes another reader of it. Returns None if there was none.
 
         A request with a key is the one with that key. Without one, equal requests may be of several agents, so a
         repetition gets the turns of a call whose client has gone, and no other does. Within a session it may also say
@@ -129,7 +129,7 @@ class Replays:
                 del self._named[replay.received.name]
 
     def called(self, call: Call, request_id: str) -> Sequence[RunningTurn]:
-        """Returns the turns of a caller's requests that its client has named so: of its session, if it has one."""
+        """Returns the turns of a caller's requests with this client's name, within its session, if it has one."""
         own = [
             replay
             for replay in self._replays

@@ -76,7 +76,7 @@ _LABELS: Final = frozenset(
 class TurnRequest:
     """A request for turns. It has ``messages``, or ``token_ids``.
 
-    ``sampling``: the parameters that the body gives, but ``max_tokens`` (0: the service's).
+    ``sampling`` has the parameters that the body gives, except ``max_tokens`` (0 for the service's).
     """
 
     model: str = MODEL
@@ -98,8 +98,8 @@ class TurnRequest:
     prompt: Rendered | None = None  # the chat as a prompt of its own, if it was rendered
 
     def sampling_of(self, choice: int) -> dict[str, Any]:
-        """Returns the parameters of one choice. The first has the seed of the body; those of the others follow from it,
-        as they would otherwise be equal.
+        """Returns the parameters of one choice. The first has the seed of the body. The others' seeds follow from it;
+        with the same seed they would be equal.
         """
         if "seed" not in self.sampling or not choice:
             return dict(self.sampling)
@@ -108,7 +108,7 @@ class TurnRequest:
 
     @property
     def first_of_session(self) -> dict[str, Any]:
-        """The parameters of a session that this request opens: a seed is of the turn alone."""
+        """The parameters of a session that this request opens. A seed belongs to the turn alone."""
         return {name: value for name, value in self.sampling.items() if name != "seed"}
 
 
@@ -187,7 +187,7 @@ def generate_request(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def version_of(model: str) -> int | None:
-    """Returns the version that ``policy-v17`` names; None for other names, such as ``policy``, the newest."""
+    """Returns the version that ``policy-v17`` names, or None for other names, such as ``policy``, the newest."""
     name, _, version = model.partition("-v")
     if name == MODEL and version.isascii() and version.isdigit() and len(version) < 20:
         return int(version)
@@ -257,7 +257,6 @@ class _Reader:
         return True
 
     def request(self, **parts: Any) -> TurnRequest:
-        """Returns the request, with the fields that all protocols share."""
         sampling = {name: self._parameter(name) for name in sorted(_SAMPLING) if self.get(name) is not None}
         limits = [self._limit(name) for name in ("max_completion_tokens", "max_tokens")]
         choices = self.typed("n", int, 1)

@@ -28,9 +28,9 @@ log = logging.getLogger("dora.front")
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """``token``: of the role environment, or one that may do more; empty: the certificate has the role. ``model`` None:
-    the service's folder. ``key`` empty: any key is accepted. ``tool_format`` empty: the template's. ``tls``: of the
-    connection to the service, and of agents; None: in the clear. ``mutual``: agents show certificates.
+    """Options of a front. ``token`` is of the role environment, or of one that may do more; if empty, the certificate
+    has the role. A ``model`` of None is the service's folder, an empty ``key`` accepts any, an empty ``tool_format`` is
+    the template's. ``tls`` protects all connections unless it is None. If ``mutual``, agents show certificates.
     """
 
     service: str
@@ -47,10 +47,7 @@ class FrontOptions:
 
 @asynccontextmanager
 async def front(options: FrontOptions, mount: Mount | None = None) -> AsyncIterator[str]:
-    """A front that serves, and its URL. ``mount`` as in ``application``.
-
-    Raises InvalidValue, Unauthenticated, ServiceUnavailable.
-    """
+    """Serves a front and yields its URL. Raises InvalidValue, Unauthenticated, ServiceUnavailable."""
     if options.tool_format and options.tool_format not in FORMATS:
         raise InvalidValue("--tool-format", options.tool_format, one_of(options.tool_format, FORMATS))
     tls = None if options.tls is None else HttpTls(options.tls, mutual=options.mutual)

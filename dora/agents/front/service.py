@@ -123,12 +123,12 @@ class ServiceSession:
         await _repeated(lambda: self.session.end(reward, **about))
 
     async def give_up(self, reason: str) -> None:
-        """Cancels the group: another session in its place would have nobody who drives it."""
+        """Cancels the group: nobody would drive another session in its place."""
         await self.take_back(self.session.prompt_id, reason)
 
 
 async def _repeated(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Repeats a call that the connection has refused; each may be. The service itself is away only if that lasts."""
+    """Repeats a call that the connection has refused; each may be. Raises ServiceUnavailable only if that lasts."""
     patience = Patience(REFUSED_S)
     while True:
         try:
@@ -147,9 +147,7 @@ def _sampled(turn: Turn, part: slice = slice(None)) -> Sampled:
 
 class Service:
     def __init__(self, address: str, token: str, *, tls: Tls | None = None) -> None:
-        """``token``: of the role environment, or one that may do more. Raises InvalidValue for files of TLS that a
-        client cannot use.
-        """
+        """``token`` must permit what the role environment may. Raises InvalidValue for unusable files of TLS."""
         self._sessions = Sessions(address, token, tls=tls)
 
     async def live(self) -> LiveVersions:
@@ -159,7 +157,7 @@ class Service:
         return LiveVersions(Path(served.model).name, served.newest_version, served.versions, context_tokens, sampling)
 
     async def _waits(self) -> str:
-        """The end of a sentence on a window that is full: what it waits for, if the service says so in time."""
+        """Returns the end of a sentence on a full window: what it waits for, if the service says so in time."""
         with suppress(DoraError, TimeoutError):
             async with asyncio.timeout(DESCRIBE_S):
                 if reason := (await self._sessions.describe()).window_waits_for:
@@ -188,8 +186,8 @@ class Service:
 
     @asynccontextmanager
     async def told_of(self, url: str) -> AsyncIterator[None]:
-        """Tells the service of this front during the block, for Prometheus, and again after the connection has
-        broken; at the end, that it has been stopped.
+        """Tells the service of this front during the block, for Prometheus, and again after the connection has broken;
+        at the end, tells it that the front has been stopped.
         """
         parts = urlsplit(url)
         secure = parts.scheme == "https"

@@ -26,7 +26,7 @@ _ID_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 def giver_of(name: str) -> str:
-    """Returns what the service notes of the call that asked a turn: a retry at another front finds the turn by it."""
+    """Returns the service's name for the call that asked a turn, by which a retry at another front finds it."""
     return f"{GIVER} {name[:NAME_CHARACTERS]}" if name else GIVER
 
 
@@ -37,7 +37,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionReward:
-    """The reward of a session. ``value`` None: the service's reward function scores it."""
+    """The reward of a session. If ``value`` is None, the service's reward function scores it."""
 
     value: float | None = None
     components: Mapping[str, float] = field(default_factory=dict)
@@ -58,9 +58,9 @@ def ended_turn(handle: SessionHandle) -> RunningTurn:
 class AgentSession:
     """One session of an agent. Each of its branches is a trajectory.
 
-    ``defaults``: the sampling parameters of a turn whose call does not give them. ``begun``: a turn was requested.
-    ``idle``: no turn is under way. ``is_driven``: the prompt of an environment's session gives its sampling, and no
-    request does.
+    ``defaults`` are the sampling parameters of a turn whose call does not give them. ``begun`` is set once a turn was
+    requested, ``idle`` while none is under way. If it ``is_driven``, the prompt of an environment's session gives its
+    sampling, and no request does.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class AgentSession:
         return key_of(self.session_id, self._handle.capability)
 
     async def begin(self, requested: TurnRequest, name: str = "") -> list[RunningTurn]:
-        """Begins the turns of a request, one for each choice. ``name``: of the request and its retries.
+        """Begins the turns of a request, one for each choice. ``name`` is that of the request and its retries.
 
         If another front began the session's last turn for it, that turn is the answer. Raises InvalidValue, Conflict,
         LimitExceeded.
@@ -124,7 +124,6 @@ class AgentSession:
         return [self._begin(requested, ask, number, name) for number, ask in enumerate(asks)]
 
     async def _replayed(self, requested: TurnRequest, last: Sampled) -> RunningTurn:
-        """Returns a turn that another front began, and notes in the tree what its client is told."""
         work = partial(self._model.renderer.prompt, requested.messages, requested.tools, requested.options)
         prompt = requested.prompt or (await self._model.beside(work) if requested.messages else None)
         about = (requested.messages, requested.tools, requested.options)
@@ -223,7 +222,6 @@ class AgentSession:
         self.tree.answered(ask, turn.token_ids, message)
 
     def _after(self, ask: Ask) -> int | None:
-        """Returns the number of the service's turn that an ask follows; None: its tokens are a prompt."""
         place = ask.origin
         if not ask.begins:
             place = BranchPlace(ask.branch, len(self.tree.branches[ask.branch].token_ids))
@@ -235,7 +233,7 @@ class AgentSession:
         return self._numbers[branch, place.tokens]
 
     def reward_turn(self, turn: int, reward: float) -> None:
-        """Notes the reward of one turn. Raises InvalidValue for a turn that the session has not."""
+        """Notes the reward of one turn. Raises InvalidValue for a turn that the session lacks."""
         turns = len(self.tree.branches[0].turns) if self.tree.branches else 0
         if type(turn) is not int or not 0 <= turn < turns:
             raise InvalidValue("turn", turn, f"a turn of the session's first branch: it has {turns}, from 0")

@@ -17,7 +17,7 @@ _SIMPLE: Final = (FORM, "multipart/form-data", "text/plain")  # a page sends the
 
 def check_site(request: web.Request, *, form: bool = False) -> None:
     """Raises PermissionDenied for a request to change something that comes from a page of another site, InvalidValue
-    for a body of a type that any page may send. ``form``: the route takes a form.
+    for a body of a type that any page may send. ``form`` says that the route takes a form.
 
     Browsers name the site over connections that they trust, and the origin over all.
     """
@@ -34,9 +34,7 @@ def check_site(request: web.Request, *, form: bool = False) -> None:
 
 
 def check_host(request: web.Request) -> None:
-    """Raises PermissionDenied for a name that is not this host's by itself, such as one that a page's owner has given
-    to a loopback address.
-    """
+    """Raises PermissionDenied for a name that is not this host's, such as a page's that has a loopback address."""
     host = request.headers.get("Host", "localhost")
     name = (urlsplit(f"//{host}").hostname or "") if _netloc(f"http://{host}") else ""
     try:

@@ -9,10 +9,7 @@ from dora.data.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class LiveVersions:
-    """The served model and versions.
-
-    ``context_tokens`` 0: not known. ``sampling``: of calls that say nothing, by parameter.
-    """
+    """The served model and versions. ``context_tokens`` is 0 if not known; ``sampling`` has the default parameters."""
 
     model: str
     newest: int
@@ -23,8 +20,8 @@ class LiveVersions:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """More tokens of a turn. ``finish_reason`` None: more follow. ``stop``: the stop string that ended it.
-    ``prompt_logprobs``: with the first tokens, if they were asked for: of all tokens before the turn, but the first.
+    """More tokens of a turn. While more follow, ``finish_reason`` is None. ``stop`` is the stop string that ended it.
+    ``prompt_logprobs`` come with the first tokens, if asked for: those of all tokens before the turn but the first.
     """
 
     token_ids: tuple[int, ...]
@@ -36,7 +33,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """Sessions to open: ``size`` of one group. ``version`` None: the newest that the window allows."""
+    """Sessions to open: ``size`` of one group. ``version`` None is the newest that the window allows."""
 
     group: str
     size: int = 1
@@ -66,7 +63,7 @@ class SessionHandle(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The tokens of the present branch up to the end of the last turn: of a session that another front began."""
+        """The tokens of the present branch up to the end of the last turn, if another front began the session."""
         ...
 
     @property
@@ -81,7 +78,7 @@ class SessionHandle(Protocol):
 
     @property
     def given_name(self) -> str:
-        """The name of what gave the tokens of that turn, of a session that another front began."""
+        """The name of what gave that turn's tokens, if another front began the session."""
         ...
 
     @property
@@ -99,9 +96,9 @@ class SessionHandle(Protocol):
         sampling: Mapping[str, Any] | None = None,
         prompt_logprobs: bool = False,
     ) -> AsyncGenerator[Sampled]:
-        """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; None: they
-        are a prompt, with which a branch begins. ``sampling``: of this turn, as far as not the session's.
-        ``prompt_logprobs``: those of all tokens before the turn are wanted.
+        """Gives tokens, and yields the turn that they begin. They follow all tokens of turn ``after_turn``; if it is
+        None, they are a prompt, with which a branch begins. ``sampling`` has this turn's parameters that differ from
+        the session's. ``prompt_logprobs`` asks for those of all tokens before the turn.
 
         Raises InvalidValue, Conflict, NotFound, LimitExceeded.
         """

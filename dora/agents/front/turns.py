@@ -64,7 +64,7 @@ class Texts:
 
 @dataclass(slots=True, eq=False)
 class RunningTurn:
-    """A turn of one branch. ``prompt_token_ids``: everything before it. ``texts`` None: only its tokens are wanted."""
+    """A turn of one branch. ``prompt_token_ids`` is everything before it. ``texts`` is None if only tokens count."""
 
     version: int
     prompt_token_ids: tuple[int, ...]

@@ -44,7 +44,7 @@ class Split:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller is better: the shorter step, then the fewer accelerators."""
+        """Orders splits, best first: by the step's time, then by accelerators."""
         return self.step_s, self.gpus
 
 
@@ -65,8 +65,8 @@ class TrainingTime:
     """Seconds per step by number of accelerators, from measured ``points`` (accelerators, seconds).
 
     One point scales linearly. Between several, the time is linear in 1 / accelerators, and extrapolated beyond the
-    outermost two, unless they scale better than linearly. ``multiple``: the accelerators of a trainer are a multiple of
-    it. ``even``: the points are of a trainer that divides evenly on any number, such as points scaled from another
+    outermost two, unless they scale better than linearly. The accelerators of a trainer are a multiple of ``multiple``.
+    If ``even``, the points are of a trainer that divides evenly on any number, such as points scaled from another
     model. Raises InvalidValue for points that are not numbers, or if more accelerators take longer.
     """
 
@@ -125,7 +125,7 @@ class TrainingTime:
 
 
 def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Split, ...]]:
-    """Single datacentre: the split of ``gpus`` with the shortest step, ties to fewer accelerators; and all candidates.
+    """Returns the split of one datacentre's ``gpus`` with the shortest step, or fewer accelerators; and all candidates.
 
     Candidates are ordered by rollout accelerators, each with the fewest for training that do not lengthen its step.
     Raises InvalidValue if the budget has no room for an engine and a trainer.
@@ -143,7 +143,8 @@ def allocate(gpus: int, ways: Ways, training: Training) -> tuple[Split, tuple[Sp
 def allocate_across(
     rollout_gpus: int, train_gpus: int, ways: Ways, training: Training, link_s: float = 0.0
 ) -> tuple[Split, tuple[Split, ...]]:
-    """Two datacentres: the faster stage releases accelerators until the two times differ least; and all candidates.
+    """Releases accelerators of the faster datacentre until both times differ least. Returns the split and all
+    candidates.
 
     In a window of 1 neither the stages nor the ``link_s`` of weights overlap: the shortest step is the best, with the
     fewest engines that reach it. Raises InvalidValue if a budget has no room for an engine or a trainer.
@@ -168,7 +169,7 @@ def allocate_across(
 
 
 def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
-    """Seconds for one version's weights to cross the link between two datacentres, to one engine, which passes them on.
+    """Returns seconds for a version's weights to cross the link of two datacentres to one engine, which passes them on.
 
     Asynchronous training overlaps this with the next step, if that takes as long. By this formula Qwen2.5-72B in bf16
     takes 14.5 s on 80 Gb/s; the "less than 10 seconds" of StreamRL section 7.3 needs fewer bytes or a faster link than
@@ -180,7 +181,6 @@ def transfer_s(weights_bytes: float, link_bits_per_s: float) -> float:
 
 
 def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
-    """Each budget's split with the shortest step, then the fastest generation; ordered by rollout accelerators."""
     best: dict[int, Split] = {}
     for splits in budgets:
         if splits:
@@ -190,8 +190,6 @@ def _best_of_each(budgets: Iterable[Sequence[Split]]) -> tuple[Split, ...]:
 
 
 def _with_fewest(way: Generation, trainers: Sequence[int], most: int, training: Training) -> Split:
-    """``way`` with the fewest accelerators for training that give the same step as ``most``."""
-
     def step_s(gpus: int) -> float:
         return Split(way, gpus, training.seconds(gpus)).step_s
 

@@ -45,7 +45,7 @@ def ready_s(
 
 
 def streamed_s(ready: Sequence[float], training_s: float) -> float:
-    """When a step's last micro-batch is trained on, each starting when it is ready and the previous one is done."""
+    """Returns when a step's last micro-batch is trained on. Each starts once it is ready and the previous is done."""
     done_s = 0.0
     for at_s in ready:
         done_s = max(done_s, at_s) + training_s / len(ready)

@@ -49,7 +49,7 @@ class DecodeSteps:
 
 
 def fit_mixture(steps: DecodeSteps, experts: Experts, dense: CostModel) -> CostModel:
-    """``dense``, with an ``expert_fraction``, an ``imbalance`` or both if the steps support them.
+    """Adds to ``dense`` an ``expert_fraction``, an ``imbalance`` or both, if the steps support them.
 
     Each of the two must at least halve the squared error that remains without it, and the sampled numbers of requests
     must outnumber the terms that depend on them. Both are limited: a token reads at least one expert, and no rank is
@@ -71,7 +71,6 @@ def fit_mixture(steps: DecodeSteps, experts: Experts, dense: CostModel) -> CostM
 
 
 def _searches(experts: Experts) -> Iterator[tuple[Matrix, float]]:
-    """Fractions to try, with the largest imbalance: for one term, the other, and both."""
     fractions = np.geomspace(1.0 / experts.total, 1.0, FRACTIONS)
     most = fullest_rank(experts.total, experts.per_token)
     yield fractions, 0.0
@@ -106,7 +105,7 @@ def _best(steps: DecodeSteps, fractions: Matrix, most: float) -> CostModel:
 
 
 def _with_fraction(steps: DecodeSteps, fraction: float, most: float) -> CostModel:
-    """The other coefficients of least loss: linear, given the number of requests up to which weights bound a step."""
+    """Finds the other coefficients of least loss. These are linear, given how many requests are bound by weights."""
     running, relative = steps.running, 1.0 / steps.times_s[:, None]
     sizes = np.unique(running).tolist()
     best, least = CostModel(0.0, 0.0, 0.0, 0.0), inf

@@ -40,8 +40,8 @@ class EngineOption:
 class Generation:
     """A batch on ``engines`` engines: the time of its tokens, and the share of a step that its longest response needs.
 
-    ``ready_s``: in a window of 1, when each of the step's micro-batches has ended; empty in wider ones, where training
-    and generation never wait for each other within a step.
+    ``ready_s`` has, in a window of 1, the time when each micro-batch of the step has ended. It is empty in wider ones:
+    there, training and generation never wait for each other within a step.
     """
 
     option: EngineOption
@@ -122,8 +122,8 @@ def generation(
 
 
 def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], float]) -> float:
-    """The emptiest batches, as a share of full ones, with which the work takes no longer than the tail; 1 if there are
-    none. Full batches have the shortest work, and empty ones the shortest tail.
+    """Finds the emptiest batches, as a share of full ones, for which the work takes no longer than the tail; else 1.
+    Full batches have the shortest work, and empty ones the shortest tail.
     """
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS if work_s(1.0) < tail_s(1.0) else 0):
@@ -138,10 +138,10 @@ def _least_fill(work_s: Callable[[float], float], tail_s: Callable[[float], floa
 def engine_options(
     model: ModelSpec, hardware: Hardware, workload: StepWorkload, slots: int = 256, sizes: Sequence[int] = ()
 ) -> tuple[EngineOption, ...]:
-    """The engines that have room for the model and the KV of one longest response.
+    """Returns the engines that have room for the model and the KV of one longest response.
 
-    ``sizes`` empty: those within a node, or the smallest of several nodes, whose slower links the roofline does not
-    model. Raises InvalidValue if the model fits none of them.
+    Without ``sizes``, it tries those within a node, or the smallest of several nodes, whose slower links the roofline
+    does not model. Raises InvalidValue if the model fits none of them.
     """
     needed = math.ceil(workload.prompt_tokens) + workload.cap_tokens
     for tried in [sizes] if sizes else [NODE_SIZES, *((size,) for size in MULTI_NODE_SIZES)]:
@@ -170,7 +170,6 @@ def ways_to_generate(
 
 
 def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
-    """The time of a step of ``batch`` requests on average, interpolated between the neighbouring integers."""
     below = int(batch)
     share = batch - below
     return (1 - share) * cost.decode_step_s(below, context) + share * cost.decode_step_s(below + 1, context)

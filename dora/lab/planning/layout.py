@@ -58,7 +58,7 @@ class ReplicaLayout:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """One stage of a pipeline. ``embeddings``: of input and output, those it has; ``logits``: it is the last."""
+    """One stage of a pipeline. ``embeddings`` counts its own, of input and output. ``logits`` marks the last."""
 
     layers: float
     embeddings: int
@@ -112,7 +112,6 @@ def stages(model: ModelSpec, pipeline: int) -> tuple[PipelineStage, ...]:
 
 
 def _most(model: ModelSpec, pipeline: int, last: int) -> int:
-    """Blocks of the fullest stage other than the last, which has ``last``."""
     return ceil((model.blocks - last) / (pipeline - 1))
 
 
@@ -121,7 +120,7 @@ def footprints(model: ModelSpec, replica: Replica) -> tuple[Footprint, ...]:
 
 
 def layer_activation_bytes(model: ModelSpec) -> float:
-    """Bytes that one token stores in one layer for the backward pass, on one accelerator that computes it alone.
+    """Returns bytes that a token stores in a layer for the backward pass, on one accelerator that computes it alone.
 
     These are the inputs and outputs of both norms (the outputs are inputs of the projections); queries, keys, values
     and attention output; gate, up and their product. Each expert that the token is sent to adds its input, these three,
@@ -150,7 +149,7 @@ def _footprint(model: ModelSpec, replica: Replica, stage: PipelineStage) -> Foot
 
 
 def stage_parameters(model: ModelSpec, stage: PipelineStage) -> tuple[float, float]:
-    """Parameters of a stage: those divided by tensor parallelism, and those of the experts."""
+    """Returns parameters of a stage: those divided by tensor parallelism, and those of the experts."""
     share = stage.layers / model.layers
     layers = model.parameters - model.expert_parameters - model.embeddings * model.embedding_parameters
     return share * layers + stage.embeddings * model.embedding_parameters, share * model.expert_parameters

@@ -20,7 +20,7 @@ PACKED_TOKENS: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to divide a replica; ``even``: its pace if its layers could be cut anywhere."""
+    """One way to divide a replica. ``even`` is its pace if its layers could be cut anywhere."""
 
     replica: Replica
     footprints: tuple[Footprint, ...]

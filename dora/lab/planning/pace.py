@@ -79,7 +79,7 @@ class ReplicaPace:
 
 
 def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, even: bool = False) -> ReplicaPace:
-    """``even``: as if layers could be cut anywhere, so that all stages compute equally much."""
+    """Computes the pace. ``even`` lets layers be cut anywhere, so that all stages compute equally much."""
     parts = stages(model, replica.pipeline)
     forward_flop = max(_forward_flop(model, batch, stage) for stage in parts)
     fullest, again = parts[0], int(replica.recompute)

@@ -71,7 +71,7 @@ class SplitPlan:
 
 
 def make_plan(question: Question) -> SplitPlan:
-    """Algorithm 1 for either deployment. Raises InvalidValue for a cluster that cannot run the model."""
+    """Runs Algorithm 1 for either deployment. Raises InvalidValue for a cluster that cannot run the model."""
     apart = question.rollout_gpus, question.train_gpus
     if any(apart) if question.gpus else not all(apart):
         shown = f"{question.gpus}, {question.rollout_gpus}, {question.train_gpus}"
@@ -99,7 +99,7 @@ def make_plan(question: Question) -> SplitPlan:
 
 
 def default_training(model: ModelSpec, hardware: Hardware, workload: StepWorkload, multiple: int) -> TrainingTime:
-    """``ANCHOR`` scaled to this work: tokens, active parameters, and the accelerators' FLOP/s."""
+    """Scales ``ANCHOR`` to this work: tokens, active parameters, and the accelerators' FLOP/s."""
     work = workload.n_tokens / ANCHOR_TOKENS * model.active_parameters / ANCHOR_MODEL.active_parameters
     return replace(ANCHOR, multiple=multiple).scaled(work * ANCHOR_HARDWARE.flops / hardware.flops)
 

@@ -107,9 +107,9 @@ def _fit_dense(steps: DecodeSteps) -> tuple[CostModel, float]:
 
 
 def predicted_s(cost: CostModel, requests: Sequence[MixedRequest], slots: int) -> float:
-    """Seconds in which an engine completes ``requests``, in order, at most ``slots`` at once.
+    """Returns the seconds in which an engine completes ``requests``, in order, at most ``slots`` at once.
 
-    Simulated by steps: a new request's prompt is computed in the step of its first token, beside the others' decoding.
+    It simulates steps: a new request's prompt is computed in the step of its first token, beside the others' decoding.
     """
     waiting = deque(requests)
     running: list[tuple[int, int]] = []  # context, remaining tokens
@@ -136,7 +136,7 @@ def validate(coefficients: CostConfig, measurement: Measurement) -> Validation:
 
 
 def coefficients_of(tree: Mapping[str, Any]) -> CostConfig:
-    """Checked coefficients from a mapping written by ``dora profile``.
+    """Returns checked coefficients from a mapping written by ``dora profile``.
 
     Raises InvalidValue for the first field that is unknown (with the nearest name), negative or not a finite number.
     """
@@ -156,14 +156,13 @@ def _check(decode: Iterable[DecodeSample], prefill: Iterable[PrefillSample]) -> 
 
 
 def _last_bound_by_weights(cost: CostModel, decode: Sequence[DecodeSample]) -> float:
-    """The largest sampled number of requests at which reading weights takes longer than computing; 0: none."""
     reading = replace(cost, request_s=0.0)
     sizes = {sample.running for sample in decode}
     return float(max((n for n in sizes if cost.weights_s and cost.matmul_s(n) == reading.matmul_s(n)), default=0))
 
 
 def _kinks(running: Matrix) -> list[float]:
-    """Numbers of requests to try, between the sampled ones: a kink can be detected beyond at most one of them."""
+    """Returns request counts to try between the sampled ones: a kink can be detected beyond at most one of them."""
     if len(running) < 3:
         return [0.0]
     between = np.unique([*np.linspace(running[0], running[-2], KINKS), *running[1:-1]])
@@ -175,7 +174,6 @@ def _decode_error(cost: CostModel, samples: Iterable[DecodeSample]) -> float:
 
 
 def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:
-    """The median, over samples, of the time per prompt token that remains after decoding."""
     rest = [(s.step_s - cost.decode_step_s(s.running, s.prompt_tokens)) / s.prompt_tokens for s in samples]
     return max(0.0, median(rest)) if rest else 0.0
 

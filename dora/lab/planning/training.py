@@ -66,10 +66,7 @@ class Trainers:
         return self.time.measured(gpus)
 
     def _seconds(self, gpus: int) -> float:
-        """The measured time of one step, or an estimate scaled by how much worse the layout divides the model.
-
-        Raises InvalidValue if no layout fits.
-        """
+        """Returns the seconds of a step, scaled by how much worse the layout divides the model. Raises InvalidValue."""
         worse = self._known(gpus)[1] / float(np.interp(gpus, self._measured_at, self._worse_there))
         return self.time.seconds(gpus) * worse
 
@@ -80,7 +77,6 @@ class Trainers:
         return found
 
     def _find(self, gpus: int) -> tuple[ReplicaLayout, float] | None:
-        """The best layout, and its time relative to the best with fractional replicas, layers and experts."""
         compared: list[Option] = []
         for tier in self._tiers:
             compared += tier.compared
@@ -91,7 +87,7 @@ class Trainers:
 
 
 class _Tier:
-    """The options with equally many ranks per sequence; ``compared``: those that others are compared with."""
+    """The options with equally many ranks per sequence. Others are compared with ``compared``."""
 
     def __init__(self, model: ModelSpec, options: Sequence[Option]) -> None:
         self.options = options
@@ -102,5 +98,4 @@ class _Tier:
             self._by_gpus[option.replica.gpus].append(option)
 
     def dividing(self, gpus: int) -> list[Option]:
-        """Options whose whole replicas fill ``gpus`` accelerators."""
         return [option for each, options in self._by_gpus.items() if gpus % each == 0 for option in options]

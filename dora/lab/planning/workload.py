@@ -49,12 +49,12 @@ class Lognormal:
             raise InvalidValue("lengths.mu", self.mu, f"{allowed}; sigma is {self.sigma:g}")
 
     def tokens_at(self, scores: Column) -> Column:
-        """Lengths at these standard normal scores, not limited."""
+        """Returns lengths at these standard normal scores, not limited."""
         tokens: Column = np.exp(np.minimum(self.mu + self.sigma * scores, _LOG_MAX))
         return tokens
 
     def moment(self, order: int) -> float:
-        """E[length ** order]."""
+        """Returns E[length ** order]."""
         mu, sigma, log_cap = self.mu, self.sigma, math.log(self.cap_tokens)
         whole = math.exp(order * mu + (order * sigma) ** 2 / 2) * _normal((log_cap - mu - order * sigma**2) / sigma)
         return whole + self.cap_tokens**order * _normal((mu - log_cap) / sigma)

@@ -144,7 +144,7 @@ class WorkerDriver(Agenda, ABC):
         self.after(self.report_period_s, self._report, worker)
 
     def renew(self) -> None:
-        """Partial rollout: every engine continues with the newly published version and recomputes its KV."""
+        """Continues every engine (partial rollout) with the newly published version, and recomputes its KV."""
         for worker in self.workers.values():
             worker.engine.advance(self.now_s)
             worker.engine.renew(self.scenario.cluster.load_s)

@@ -90,9 +90,9 @@ def standstill(world: World, waited_s: float) -> str:
 
 
 def _parts_s(scenario: Scenario, *, longest: bool = False) -> Iterator[tuple[str, float]]:
-    """The parts of a step's duration without overlap, by the field that determines each.
+    """Yields the parts of a step's duration without overlap, by the field that determines each.
 
-    ``longest``: assumes that every response has the maximum length.
+    ``longest`` assumes that every response has the maximum length.
     """
     cluster, trainer, workload = scenario.cluster, scenario.trainer, scenario.workload
     yield "balance.period_s", scenario.balance.period_s
@@ -133,7 +133,6 @@ def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
 
 
 def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses: float, tail_tokens: float) -> float:
-    """The bubble-free time of the batch, plus the time of the longest response alone on an engine."""
     cluster, before_tokens = scenario.cluster, of_one.prompt_tokens + of_one.answer_tokens
     n_tokens, c_tokens = of_one.generated_tokens(responses), of_one.context_tokens(responses)
     batch_s = bound_s(cost, cluster.slots, cluster.kv_tokens, n_tokens, c_tokens, cluster.engines)
@@ -141,7 +140,6 @@ def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses
 
 
 def _answered_s(turns: SimTurns, responses: float, rounds: float) -> float:
-    """Time of all environment calls of the rounds, plus a response with the most turns and the longest call."""
     if turns.most == 1 or not turns.environment_mean_s:
         return 0.0
     score = NormalDist().inv_cdf(1.0 - 0.5 / max(1.0, responses * (turns.most - 1) / 2))

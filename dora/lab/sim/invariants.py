@@ -40,7 +40,7 @@ def check_state(state: State) -> None:
 
 
 def check_window(state: State) -> None:
-    """C3: the window is feasible, and its counts agree with the groups."""
+    """Checks C3: the window is feasible, and its counts agree with the groups."""
     check_feasible(state)
     window = state.window
     status, version, deadline = _columns(state.groups, state.group_id, "status", "version", "deadline")
@@ -55,7 +55,7 @@ def check_window(state: State) -> None:
 
 
 def check_feasible(state: State) -> None:
-    """C3 by the window's own counts; checks the kept weights too."""
+    """Checks C3 by the window's own counts, and the kept weights."""
     window = state.window
     if window.least_slack(window.step, max((window.step + window.size - 1, *window.open_by_deadline))) < 0:
         raise Violation(f"infeasible: {window.summary()} (C3)")
@@ -74,7 +74,7 @@ def check_feasible(state: State) -> None:
 
 
 def check_rejection(state: State) -> None:
-    """C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
+    """Checks C1: no worker has a rejected or suspect version, and only the worker that tries it may target it."""
     window, suspects, gone = state.window, state.suspects, state.unavailable.keys()
     named = {"rejected": window.rejected == state.rejected.keys()}
     named["withheld"] = window.quarantined == state.rejected.keys() | suspects.keys() | gone
@@ -107,7 +107,7 @@ def _has_refused(suspect: SuspectVersion, worker: Worker) -> bool:
 
 
 def check_hosting(state: State) -> None:
-    """C1: the hosting index, which all decisions use, agrees with the workers."""
+    """Checks C1: the hosting index, which all decisions use, agrees with the workers."""
     hosting, workers = state.hosting, [worker for worker in state.worker_list if worker is not None]
     for version in {v for worker in workers for v in (worker.loaded, worker.target, worker.loading)} - {-1}:
         listed = [
@@ -173,7 +173,7 @@ def check_requests(state: State) -> None:
 
 
 def check_worker(state: State, worker: Worker, inbound: Sequence[int] | None = None) -> None:
-    """Checks all requests of one worker, including C1. ``inbound``: rows of its incoming handoffs, if known already."""
+    """Checks all requests of one worker, including C1. ``inbound`` has the rows of its incoming handoffs, if known."""
     name, requests = worker.worker_id, state.requests
     rows = np.fromiter(worker.rows, dtype=np.intp, count=len(worker.rows))
     if inbound is None:
@@ -289,9 +289,7 @@ def check_handoffs(state: State) -> None:
 
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
-    """A handoff in progress connects the request's owner with another living worker or pool. STRANDED: the owner is
-    lost.
-    """
+    """Checks that a handoff connects the request's owner with another living member. STRANDED: the owner is lost."""
     owner = state.pool_of(row) if handoff.kind is HandoffKind.RESUME else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
     targets = state.pools if handoff.kind is HandoffKind.PARK else state.workers
@@ -380,7 +378,7 @@ def is_idle(worker: Worker) -> bool:
 
 
 def check_empty(state: State) -> None:
-    """After a drain: no admitted group remains, no worker holds a reservation, and all commands are answered."""
+    """Checks, after a drain, that no group remains, no worker holds a reservation, and all commands are answered."""
     left = [*state.group_row, *state.request_row, *(str(pending.command) for pending in state.pending.values())]
     if left:
         raise Violation(f"left after the last step: {', '.join(left)}")
@@ -401,7 +399,6 @@ def _columns(table: Table, rows: Iterable[int], *names: str) -> list[dict[int, i
 
 
 def _place(unplaced: set[int], rows: Iterable[int], state: State) -> None:
-    """Marks unfinished requests as found. Each may be found once only."""
     for row in rows:
         if row not in unplaced:
             raise Violation(f"{state.request_id.get(row, row)} is in two places, or finished and still in one (C2)")

@@ -33,9 +33,9 @@ class Stalled(Violation):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of a run, with its simulated time. ``kind``: violation, lost, duplicated, stalled or raised.
+    """The failure of a run, with its simulated time. ``kind`` is violation, lost, duplicated, stalled or raised.
 
-    ``raised``: an exception that is neither a check's nor the core's refusal, so a bug of a strategy or of the core.
+    ``raised`` is an exception that is neither a check's nor the core's refusal, so a bug of a strategy or of the core.
     """
 
     kind: str
@@ -121,8 +121,8 @@ class SimEvaluation:
 
 @dataclass(slots=True)
 class SimLedger:
-    """The ledger of one run. ``window``: the present size, within ``bounds``; None: constant. It limits the staleness
-    of admitted groups to ``window - 1``. ``spare``: groups that a step may drop.
+    """The ledger of one run. ``window`` is the present size, within ``bounds`` unless these are None. It limits the
+    staleness of admitted groups to ``window - 1``. A step may drop ``spare`` groups.
     """
 
     window: int
@@ -249,9 +249,7 @@ class SimLedger:
         self.replaced += 1
 
     def answer_s(self, request_id: str, turn: int, now_s: float) -> float:
-        """The time of the environment's answer to a turn. The environment is called once, however often the request
-        moves.
-        """
+        """Returns the time of the environment's answer to a turn. It is asked once, although the request moves."""
         response = self.responses.get(request_id)
         if response is None:
             return now_s  # cancelled
@@ -305,7 +303,7 @@ class SimLedger:
             raise Violation(f"{delivered.group_id} is delivered with the members {found} {logged} (C2)")
 
     def scored(self, request_id: str, reward: float | None) -> str | None:
-        """Records a verdict; None: it is not valid. Returns the group's id if it was the group's last."""
+        """Records a verdict; None is an invalid one. Returns the group's id if it was the group's last."""
         response = self.responses.get(request_id)
         if response is None:
             return None  # cancelled
@@ -330,9 +328,7 @@ class SimLedger:
         return group is not None and not group.unscored and response.index >= group.started
 
     def reject(self, command: do.RejectVersion) -> None:
-        """Rejects a version that workers refuse. It must have no sampled tokens, and gets none until it is published
-        again.
-        """
+        """Rejects a version that workers refuse. It has no sampled tokens, and gets none until published again."""
         version = command.version
         sampled = [name for name, each in self.responses.items() if each.version == version and each.tokens]
         if version in self.rejected or sampled or not command.worker_ids:
@@ -444,7 +440,6 @@ class SimLedger:
         evaluation.groups.clear()
 
     def _check_redundant(self, group_id: str, group: SimGroup) -> None:
-        """Only unfinished groups due in this step may be dropped as redundant, and at most ``spare`` of them."""
         due, step = group.version + group.window - 1, self.steps
         self.redundant[step] += 1
         if due != step or not group.unscored or self.redundant[step] > self.spare:

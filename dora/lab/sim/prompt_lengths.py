@@ -89,7 +89,6 @@ class TracedPrompts:
         return float(self._means_of_slices() @ responses / responses.sum())
 
     def _means_of_slices(self) -> FloatColumn:
-        """Mean prompt in each of SLICES equal parts of the lines, ordered by response."""
         order = np.argsort(self._outputs, kind="stable")
         _, alike, counts = np.unique(self._outputs[order], return_inverse=True, return_counts=True)
         # independent of the order of equal responses
@@ -104,7 +103,7 @@ class TracedPrompts:
 
 @cache
 def normal_grid(points: int) -> tuple[FloatColumn, FloatColumn]:
-    """Evenly spaced scores from -SCORE_MAX to SCORE_MAX, with weights for an integral over the normal density."""
+    """Returns evenly spaced scores from -SCORE_MAX to SCORE_MAX, with weights to integrate over the normal density."""
     scores = np.linspace(-SCORE_MAX, SCORE_MAX, points)
     weights = np.exp(-0.5 * scores**2)
     weights /= weights.sum()

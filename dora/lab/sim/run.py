@@ -30,9 +30,7 @@ PROGRESS_EVENTS = 256  # between two progress reports: a step of a large cluster
 
 
 class BrokenRun(Violation):
-    """A run that ended early: a promise was broken, it stalled, or a strategy raised. ``report`` has the partial
-    result.
-    """
+    """A run that ended early: a promise was broken, it stalled, or a strategy raised. ``report`` has what there is."""
 
     def __init__(self, report: BrokenReport) -> None:
         super().__init__(report.violation)
@@ -116,7 +114,6 @@ def _world(scenario: Scenario, seed: int) -> World:
 
 
 def _checks(world: World) -> Observer:
-    """An observer that checks the core's whole state periodically, or after every event for a small cluster."""
     due = 0
 
     def observe(_now_s: float, _event: on.Event, _commands: list[do.Command]) -> None:
@@ -196,7 +193,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
 
 
 def _groups_to_add(scenario: Scenario, took_s: float, busy_s: float) -> int | None:
-    """None if no number of workers lets generation keep up: the trainer alternates with it or takes no time."""
+    """Returns None if no number of workers lets generation keep up: the trainer alternates with it or takes no time."""
     if scenario.cluster.colocated or busy_s <= 0.0:
         return None
     return groups_to_add(took_s, busy_s, scenario.cluster.engines)

@@ -97,7 +97,7 @@ class Cluster(Section):
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one engine; 0: not checked."""
+        """The memory of one engine, 0 if not checked."""
         return self.gpu_memory_bytes * self.gpus_per_engine
 
     @model_validator(mode="after")
@@ -236,7 +236,6 @@ class Workload(Section):
         return self
 
     def _check_lengths_of(self, task: SimTask, place: str) -> None:
-        """A task may only change settings of the workload's kind of lengths."""
         kind = self.lengths.kind
         if task.file and kind not in READING_KINDS:
             raise InvalidValue(f"{place}.file", task.file, f"left out: {no_file(kind)}")
@@ -247,7 +246,7 @@ class Workload(Section):
 
 
 class Scenario(Section):
-    """One simulated run. ``balance.cost``: the cost that the core assumes; if omitted, the cluster's."""
+    """One simulated run. ``balance.cost`` is the cost that the core assumes, by default the cluster's."""
 
     name: str = Field("custom", description="shown in reports")
     window: WindowConfig = WindowConfig(size=3)

@@ -18,7 +18,7 @@ MIXED_SCORES = 8193  # points at which the lengths of tasks are mixed
 
 @dataclass(frozen=True, slots=True)
 class TaskShape:
-    """The properties of one task's prompts, and their share. ``tokens``: of responses, neither rounded nor cut."""
+    """The properties of one task's prompts, and their share. ``tokens`` are of responses, neither rounded nor cut."""
 
     name: str
     share: float
@@ -59,7 +59,7 @@ def task_of_prompts(shares: Sequence[float], prompts: int, rng: np.random.Genera
 
 
 def mixed_tokens(shapes: Sequence[TaskShape]) -> Tokens:
-    """Response tokens of all tasks at standard normal scores, as one distribution."""
+    """Returns response tokens of all tasks at standard normal scores, as one distribution."""
     if len(shapes) == 1:
         return shapes[0].tokens
     scores, weights = normal_grid(MIXED_SCORES)

@@ -32,8 +32,8 @@ def normal_scores(shares: FloatColumn) -> FloatColumn:
 class LengthTable:
     """An empirical distribution, by normal scores.
 
-    ``tokens``: the lengths, ascending. ``bounds`` has one entry less: the standard normal scores between one length and
-    the next.
+    ``tokens`` has the lengths, ascending. ``bounds`` has one entry less: the standard normal scores between one length
+    and the next.
     """
 
     tokens: IntColumn
@@ -65,7 +65,7 @@ class Trace:
 
 
 def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
-    """Reads ``{"hist": {tokens: weight, ...}}`` and ignores other keys. ``field``: the setting that names the file.
+    """Reads ``{"hist": {tokens: weight, ...}}`` and ignores other keys. ``field`` is the setting that names the file.
 
     Raises InvalidValue if the file is missing, and with file, line and reason if it is malformed.
     """
@@ -89,8 +89,8 @@ def load_histogram(path: Path | str, field: str = LENGTHS_FILE) -> LengthTable:
 
 def load_trace(path: Path | str, field: str = LENGTHS_FILE, *, prompts: bool = False) -> Trace:
     """Reads one request per line: ``output_length`` in tokens (>= 1), ``input_length`` in tokens and ``timestamp`` in
-    milliseconds; the latter two default to 0. Other keys (``hash_ids``) and blank lines are ignored. ``field``: the
-    setting that names the file. ``prompts``: every line must have a prompt of 1 to TOKENS_MAX tokens.
+    milliseconds; the latter two default to 0. Other keys (``hash_ids``) and blank lines are ignored. ``field`` is the
+    setting that names the file. With ``prompts``, every line must have a prompt of 1 to TOKENS_MAX tokens.
 
     Raises InvalidValue if the file is missing, and with file, line and reason if it is malformed.
     """
@@ -122,7 +122,6 @@ def _field(request: Mapping[str, Any], name: str, least: int, place: str, *, who
 
 
 def _is_number(value: object) -> bool:
-    """Integers must fit into 64 bits, and other numbers must be finite."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**DIGITS_MAX

@@ -155,7 +155,7 @@ class SimTrainer:
             self._rest()
 
     def _measured(self, groups: list[SimGroup]) -> tuple[float, float]:
-        """The time that the trainer waited for these groups, and the share of their tokens that an objective would
+        """Returns the seconds that the trainer waited for these groups, and the share of tokens that an objective would
         clip, which grows with their mean staleness.
         """
         busy_s = sum(ended_s - began_s for began_s, ended_s in self.busy)

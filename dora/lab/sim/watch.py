@@ -46,7 +46,7 @@ REPORTS: Final = 7  # full reports between two whole checks of a worker: prime, 
 class WatchedGroup:
     """A recorded group: ``rows`` of its requests, and the numbers of responses that run and that have no verdict.
 
-    ``late``: rows of members that have not started; ``rewards``: distinct valid ones.
+    ``late`` has the rows of members that have not started, ``rewards`` the distinct valid ones.
     """
 
     deadline: int
@@ -75,7 +75,7 @@ class Watch:
     """The watch of one run. ``saw`` receives each event with its commands, and raises Violation."""
 
     def __init__(self, machine: Callable[[], Machine]) -> None:
-        """``machine``: the present one. A machine that replaces it must have the same state."""
+        """``machine`` returns the present one. A machine that replaces it must have the same state."""
         self._machine = machine
         self._places: dict[int, int] = {}  # row of an unfinished request -> index, or one of the places above
         self._at: dict[int, int] = {}  # index -> number of its requests
@@ -170,7 +170,6 @@ class Watch:
             self._count(watched.deadline, -1)
 
     def _gone(self, state: State, command: do.DropGroup | do.ForgetGroup, named: Named) -> None:
-        """A group has left the core with all its requests. Its rows may already belong to another group."""
         watched, names = self._groups.pop(command.group_id), state.request_row
         left = [name for n in range(len(watched.rows)) if (name := f"{command.group_id}.{n}") in names]
         if left or command.group_id in state.group_row:
@@ -246,7 +245,6 @@ class Watch:
                 self._counted += 1
 
     def _lost(self, state: State, event: on.WorkerLost, named: Named) -> None:
-        """Checks the requests of a lost worker, which are elsewhere now, and every handoff."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.worker_id, event.epoch)]
         for command_id in over:
             if isinstance(self._sent.pop(command_id), do.LoadVersion):
@@ -256,7 +254,6 @@ class Watch:
         check_handoffs(state)
 
     def _pool_lost(self, state: State, event: on.PoolLost, named: Named) -> None:
-        """Checks every handoff, including those to and from the lost pool."""
         over = [n for n, each in self._sent.items() if (each.worker_id, each.epoch) == (event.pool_id, event.epoch)]
         for command_id in over:
             del self._sent[command_id]
@@ -280,7 +277,6 @@ class Watch:
                 check_handoff(state, row, state.handoffs[row])
 
     def _stands(self, state: State, row: int, named: Named) -> None:
-        """Checks a request's present place, and that it has left the previous one."""
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
         if place != before:
             if before >= 0:

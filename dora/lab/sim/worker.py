@@ -72,9 +72,7 @@ def _session(response: SimResponse, request_id: str) -> SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A command that takes time. ``finish`` is called ``after_s`` later and returns the outcome. ``began`` is sent at
-    once.
-    """
+    """A command that takes time. It sends ``began`` at once; ``finish`` returns the outcome ``after_s`` later."""
 
     after_s: float
     finish: Callable[[], on.CommandDone]
@@ -111,7 +109,7 @@ class SimWorker:
     refusals: dict[type[do.WorkerCommand], list[str]] = field(default_factory=dict)  # faults: next error kinds
 
     def obey(self, world: WorkerWorld, command: do.WorkerCommand, request: SimRequest | None) -> Outcome:
-        """Begins the command. Returns its outcome or its end. ``request``: of a StartRequest or ExtendRequest."""
+        """Begins the command. Returns its outcome or its end. ``request`` is a StartRequest's or ExtendRequest's."""
         refusals = self.refusals.get(type(command))
         bad = refusals.pop() if refusals else ""
         match command:
@@ -193,7 +191,6 @@ class SimWorker:
         return self._done(command)
 
     def _copy_out(self, world: WorkerWorld, command: do.CopyOut, bad: str) -> Outcome:
-        """Copies the present KV while the request decodes; then freezes it and copies the rest."""
         request = self.engine.requests.get(command.request_id)
         ahead_tokens = 0 if request is None else request.context
         if request is None or ahead_tokens <= AHEAD_LEAST_TOKENS:

@@ -39,8 +39,9 @@ ELSEWHERE = 0.3  # share of the forks that follow another branch than the presen
 class SimPrompt:
     """One draw of one prompt. ``prompt_id`` identifies the draw and ``key`` the prompt, which returns every epoch.
 
-    ``lengths``: response tokens of each sibling, 1 .. max_tokens. ``turns``: empty for single-turn workloads; otherwise
-    the turns of each sibling's response. Their tokens sum to its length, and no environment call follows the last turn.
+    ``lengths`` has response tokens of each sibling, 1 .. max_tokens. ``turns`` is empty for single-turn workloads;
+    otherwise it has the turns of each sibling's response. Their tokens sum to its length, and no environment call
+    follows the last turn.
     """
 
     prompt_id: str
@@ -62,8 +63,8 @@ class SimPrompt:
         return self.group_size_min or self.group_size
 
     def tokens_left(self, index: int, turn: int) -> int:
-        """The response tokens that the turn after this one leaves by a fork, of one session; 0: it does not fork. It
-        gives as many more, so that lengths stay.
+        """Returns the response tokens that the turn after this one leaves by a fork, of one session; 0 if it does not
+        fork. It gives as many more, so that lengths stay.
         """
         drawn = Random(f"fork {self.key} {index} {turn}")
         most = self.spans(index)[turn][1] - 1  # the first token stays
@@ -115,11 +116,11 @@ class Moments:
     answer_tokens: float = 0.0  # of the environment
 
     def generated_tokens(self, responses: float) -> float:
-        """N: tokens to sample."""
+        """N: the tokens to sample."""
         return responses * self.mean_tokens
 
     def context_tokens(self, responses: float) -> float:
-        """C: cached tokens read over all decode steps: prompt, response and previous answers."""
+        """C: the cached tokens read over all decode steps, of prompt, response and previous answers."""
         before_tokens = self.prompt_tokens + self.answer_tokens
         return responses * (0.5 * self.mean_square_tokens + before_tokens * self.mean_tokens)
 
@@ -217,7 +218,6 @@ class WorkloadStream:
 
 
 def _cut(lengths: IntColumn, turns: SimTurns, rng: np.random.Generator) -> list[tuple[tuple[EngineTurn, ...], ...]]:
-    """Divides each response into 1 .. most turns, of at least one token, at uniformly random positions."""
     counts = np.minimum(rng.integers(1, turns.most + 1, size=lengths.shape), lengths)
     weights = rng.standard_exponential((*lengths.shape, turns.most))
     weights *= np.arange(turns.most) < counts[..., None]
@@ -250,22 +250,20 @@ class Filter:
 
 
 class SimVerifier:
-    """A reward function: 1 or 0. A share of the prompts is settled, as all responses to it get the same."""
+    """A reward function that returns 1 or 0. A share of the prompts is settled: all responses to it get the same."""
 
     def __init__(self, settled_fraction: float, seed: int) -> None:
         self._settled, self._seed = settled_fraction, seed
 
     def reward(self, prompt_id: str, response: int) -> float:
-        """``response``: a number that depends on the response."""
+        """Returns the reward. ``response`` is a number that depends on the response."""
         random = Random(f"verdict {self._seed} {prompt_id}")
         is_settled, is_right = random.random() < self._settled, random.random() < 0.5
         return float(is_right if is_settled else response % 2)
 
 
 def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
-    """The moments of one response before any drift. ``shapes``: of its tasks, if known (so that files are read
-    once).
-    """
+    """Returns the moments of one response before any drift. With the ``shapes`` of its tasks, files are read once."""
     shapes = shapes or shapes_of(workload)
     each = [_moments_of(shape, workload.lengths) for shape in shapes]
     mean = sum(shape.share * of_task.mean_tokens for shape, of_task in zip(shapes, each, strict=True))
@@ -279,7 +277,7 @@ def moments(workload: Workload, shapes: Sequence[TaskShape] = ()) -> Moments:
 
 
 def _moments_of(shape: TaskShape, lengths: Lengths) -> Moments:
-    """Integrals of quantile functions over the normal density."""
+    """Integrates quantile functions over the normal density."""
 
     def cut(scores: FloatColumn) -> IntColumn:
         return _whole(shape.tokens(scores), lengths.cap_tokens)

@@ -275,7 +275,6 @@ class World(WorkerDriver):
         self._draw()
 
     def _draw(self) -> None:
-        """Offers drawn prompts up to the scenario's limit. The others wait for the next tick."""
         limit, state = self.scenario.in_flight_groups, self.machine.state
         in_flight = len(state.backlog) + state.window.open_groups + len(state.leased)
         count = min(self._owed, limit - in_flight) if limit else self._owed
@@ -384,8 +383,8 @@ class World(WorkerDriver):
         self.judged(command.request_id, None)
 
     def judged(self, request_id: str, reward: float | None) -> None:
-        """Delivers a verdict. If it is a group's last, the user's filter runs before any step may take the group.
-        ``reward`` None: it is not valid.
+        """Delivers a verdict; ``reward`` None is an invalid one. If it is a group's last, the user's filter runs before
+        any step may take the group.
         """
         group_id = self.ledger.scored(request_id, reward)
         if group_id is not None and self.filter.lets_go(self.ledger.groups[group_id].prompt.prompt_id):

@@ -64,7 +64,7 @@ class SimEngine:
         self._admit()
 
     def remove(self, request_id: str) -> SimRequest | None:
-        """Takes a request out, wherever it stands; None where it is not here."""
+        """Takes a request out, wherever it stands. Returns None if it is not here."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -76,7 +76,7 @@ class SimEngine:
         return request
 
     def freeze(self, request_id: str) -> SimRequest | None:
-        """Stops a request where it stands, for a handoff; it keeps its KV until removed or thawed."""
+        """Stops a request for a handoff. It keeps its KV until removed or thawed. Returns None if it is not here."""
         request = self.requests.get(request_id)
         if request is None:
             return None
@@ -98,8 +98,8 @@ class SimEngine:
             self._admit()
 
     def extend(self, request: SimRequest, input_tokens: int, turn_tokens: int, cut_tokens: int = 0) -> None:
-        """Begins the next turn of a kept request: its last ``cut_tokens`` go, the environment tokens are prefilled,
-        then so many are sampled.
+        """Begins the next turn of a kept request: removes its last ``cut_tokens``, prefills the environment tokens,
+        then samples ``turn_tokens``.
         """
         request.turn += 1
         request.left = turn_tokens
@@ -113,7 +113,7 @@ class SimEngine:
         self._admit()
 
     def resume(self, request: SimRequest) -> None:
-        """The environment has answered: the next turn begins, with the answer to be prefilled."""
+        """Begins the next turn after the environment's answer, which is prefilled."""
         if request.phase is not AWAY or self.requests.get(request.request_id) is not request:
             return  # it was moved or removed meanwhile
         answer_tokens = request.turns[request.turn].answer_tokens
@@ -125,7 +125,7 @@ class SimEngine:
         self._admit()
 
     def renew(self, load_s: float) -> None:
-        """New weights under running requests: all KV on the engine is computed again (partial rollout)."""
+        """Loads new weights under running requests: all KV on the engine is computed again (partial rollout)."""
         again_s = self.kv * self.cost.prefill_token_s
         self.debt_s += load_s + again_s
         self.totals.reprefill_s += again_s
@@ -138,7 +138,7 @@ class SimEngine:
     # ----------------------------------------------------------------------------------------------------------- time
 
     def advance(self, now_s: float) -> None:
-        """Moves the engine's clock on. The caller never passes over ``next_s``."""
+        """Advances the engine's clock. The caller never passes over ``next_s``."""
         left_s, self.clock_s = (now_s - self.clock_s) / self.slowness, now_s
         if self.paused or left_s <= 0.0:
             return
@@ -149,7 +149,7 @@ class SimEngine:
             self._decode(left_s - paid_s)
 
     def next_s(self) -> float:
-        """When something happens by itself: a turn or response ends, or KV runs out. ``inf``: never."""
+        """The time of the next event by itself: a turn or response ends, or KV runs out. ``inf`` if there is none."""
         if self.paused or not self.running:
             return inf
         while self._stale(self._ends[0]):
@@ -162,7 +162,7 @@ class SimEngine:
         return self.clock_s + (self.debt_s + decode_s) * self.slowness
 
     def happened(self) -> list[SimRequest]:
-        """After ``advance`` to ``next_s``: the requests whose turn or response ended just now, their slots given on.
+        """Frees the slots of requests whose turn or response ended at ``next_s``, the clock's time, and returns these.
 
         Those with turns left are AWAY until ``resume``; the others have gone.
         """
@@ -205,7 +205,6 @@ class SimEngine:
             self.steps = end  # whatever rounding left
 
     def _stale(self, entry: tuple[float, int, SimRequest]) -> bool:
-        """Whether an entry of either heap is of a run that is over."""
         _, start, request = entry
         return request.phase is not RUNNING or start != request.start
 
@@ -236,7 +235,6 @@ class SimEngine:
         self.totals.reprefill_s += seconds * again
 
     def _stop(self, request: SimRequest, *, ended: bool = False) -> None:
-        """Frees the slot of a running request and brings its counts up to date; it is AWAY until told otherwise."""
         if request.phase is not RUNNING:
             return
         done = request.left if ended else self._done(request)
@@ -260,18 +258,15 @@ class SimEngine:
             self.kv = 0.0  # what rounding left
 
     def _read(self, request: SimRequest) -> None:
-        """Steps read its KV again, or it is gone."""
         if request.unread:
             request.unread = False
             self.unread -= request.context
 
     def _unread(self, request: SimRequest) -> None:
-        """No step reads its KV until it runs again."""
         request.unread = True
         self.unread += request.context
 
     def _give(self, request: SimRequest, tokens: int) -> None:
-        """Prefills tokens from outside. Without KV the whole context is computed when it starts."""
         if request.resident:
             self.kv += tokens
             self.unread += tokens * request.unread
@@ -287,15 +282,14 @@ class SimEngine:
         self.waiting.appendleft(request)
 
     def _evictable(self) -> bool:
-        """Whether KV could be freed: several run, or one does beside others that wait for a slot or an environment."""
         if self.running != 1 or not self.unread:
             return self.running > 1
         return any(request.resident and request.phase in (AWAY, WAITING) for request in self.requests.values())
 
     def _preempt(self) -> None:
-        """KV has run out: the youngest gives its up and will compute it again (vLLM's recompute preemption).
+        """Preempts the youngest request, as KV has run out. It computes its KV again (vLLM's recompute preemption).
 
-        One whose environment is about to answer goes before one that decodes. Where only one decodes, it goes on.
+        One whose environment is about to answer goes before one that decodes. If only one decodes, it goes on.
         """
         request = self._youngest_running() if self.running > 1 and not self.unread else self._least_needed()
         ran = request.phase is RUNNING

@@ -164,9 +164,7 @@ class DoraGroup(TyperGroup):
 
 
 def exit_code_of(error: DoraError, calls_service: bool = True) -> ExitCode:
-    """The exit code for an expected failure. ``calls_service``: whether the command calls a service, which may have
-    refused.
-    """
+    """Returns the exit code for an expected failure. If the command ``calls_service``, that may have refused."""
     from dora.rpc.errors import LimitExceeded, NoAnswer, PermissionDenied, ServiceUnavailable, Unauthenticated
 
     table: tuple[tuple[type[DoraError], ExitCode], ...] = (

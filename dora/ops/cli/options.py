@@ -42,7 +42,7 @@ def passed_token(context: typer.Context, parameter: typer.CallbackParam, value: 
 
 
 def token_option(meaning: str) -> Any:
-    """Returns the option of a command that needs a token. ``meaning``: which token, and the default."""
+    """Returns the option of a command that needs a token. ``meaning`` says which token, and the default."""
     return typer.Option(
         "--token-file", metavar="FILE", envvar="DORA_TOKEN", show_envvar=False, callback=passed_token, help=meaning
     )
@@ -98,7 +98,7 @@ def passed_options(context: typer.Context) -> dict[str, Any]:
 
 
 def refuse_options(context: typer.Context, options: Iterable[str], reason: str) -> None:
-    """Raises InvalidValue for the first of ``options`` that was given. ``reason``: why it has no effect."""
+    """Raises InvalidValue for the first of ``options`` that was given. ``reason`` says why it has no effect."""
     passed = passed_options(context)
     for option in options:
         if option in passed:

@@ -35,7 +35,6 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """A console on the present stderr."""
     return _console(stderr=True)
 
 

@@ -133,7 +133,6 @@ def _access_tables() -> Iterator[Table]:
 
 
 def _setting_tables() -> Iterator[Table]:
-    """Yields a table for each section of a service's settings. Settings without a section come first."""
     rows: dict[str, list[Sequence[object]]] = {}
     for row in _settings(Config):
         section, has_section, _ = str(row[0]).partition(".")
@@ -197,7 +196,6 @@ def meanings(kind: Any) -> dict[str, str]:
 
 
 def _page(name: str, tables: Sequence[Table]) -> str:
-    """A page with one table has the table's title for its own."""
     if len(tables) == 1:
         title, headings, rows = tables[0]
         return f"# {title}\n\n{_table(headings, rows)}"
@@ -283,7 +281,6 @@ def _placed(kind: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _inner(hint: Any) -> tuple[Any, str]:
-    """Returns the described kind that a field holds, or None, and ``[]`` if the field is a list."""
     if get_origin(hint) in (list, tuple):
         return _inner(get_args(hint)[0])[0], "[]"
     if get_origin(hint) in (Union, UnionType):

@@ -54,9 +54,7 @@ def token(
 
 
 async def header_of(address: str, token: str, method: str) -> tuple[str, str]:
-    """Returns the metadata of one call. Raises InvalidValue for a method of no service with a token,
-    Unauthenticated, and ServiceUnavailable.
-    """
+    """Returns a call's metadata. Raises InvalidValue for an unguarded method, Unauthenticated, ServiceUnavailable."""
     import grpc
 
     from dora.rpc.access import name_of

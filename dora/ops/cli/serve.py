@@ -274,7 +274,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
 
 
 def others(handle: "ServiceHandle") -> dict[str, str]:
-    """The tokens by role, except the owner's."""
+    """Returns the tokens by role, except the owner's."""
     return {str(role): token for role, token in handle.tokens.items() if token != handle.token}
 
 

@@ -20,7 +20,7 @@ SHOWN: Final = 3  # numbers of the list that the checker tells
 
 
 class Lookup:
-    """For the tiny models. The prompt tells nothing: a tool names a class of characters, which the policy then writes.
+    """A task for the tiny models. A tool names a class of characters, which the policy then writes.
 
     The policy's first turn asks the tool. Each later one is rewarded for its share of characters of the class. A policy
     that ignores the tool gets a quarter of the reward.
@@ -54,7 +54,7 @@ class Lookup:
 
 
 class Checked:
-    """For language models: list numbers, and list them again when a checker has said which of them are right."""
+    """A task for language models: list numbers, and list them again after a checker has said which are right."""
 
     deterministic = True
     TURNS = 2

@@ -39,9 +39,9 @@ class MoveWatch:
         self._seen: dict[str, _Seen] = {}  # of open trajectories only
 
     def seen(self, rows: Iterable[TrajectoryStatus], workers: Container[str], now_s: float) -> tuple[MoveArc, ...]:
-        """The moves that ended since the previous list, in a fixed order.
+        """Returns the moves that ended since the previous list, in a fixed order.
 
-        ``rows``: all open trajectories. ``workers``: names; other holders are pools. A request that both began and
+        ``rows`` are all open trajectories, ``workers`` names; other holders are pools. A request that both began and
         moved, or moved and ended, between two lists is not found.
         """
         present: dict[str, _Seen] = {}

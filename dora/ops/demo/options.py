@@ -16,7 +16,7 @@ DRAIN_TIMEOUT_S = 0.0  # the trainer has all its groups by then, so unfinished r
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """``None``: the value of the model's preset."""
+    """Options of a demo. One that is None takes the value of the model's preset."""
 
     model: str
     out: Path
@@ -61,7 +61,7 @@ class DemoOptions:
 
     @property
     def evaluation_period(self) -> int:
-        """Steps from one evaluated version to the next; 0: none is."""
+        """The number of steps from one evaluated version to the next; 0 if none is evaluated."""
         return max(1, self.steps_planned // 4) if self.evaluate_every is None else self.evaluate_every
 
     @property

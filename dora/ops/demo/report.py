@@ -108,7 +108,7 @@ class DemoSeconds:
 
     @property
     def rollout(self) -> float:
-        """From the service's first reply to the last commit."""
+        """The seconds from the service's first reply to the last commit."""
         return self.first_step + self.later_steps
 
     @property
@@ -205,7 +205,6 @@ def _rounded(share: float | None) -> float | None:
 
 
 def _vanished(counters: Mapping[str, float], run: DemoRun) -> int:
-    """Admitted groups that are neither trained, cancelled nor open; negative if there are too many of those."""
     known = counters.get("groups_trained", 0) + counters.get("groups_cancelled", 0) + run.groups_open_at_end
     return int(counters.get("groups_admitted", 0) - known)
 

@@ -77,10 +77,7 @@ Use = Callable[[ServiceHandle, Ready], Coroutine[Any, Any, RunObservations]]
 
 
 async def run_demo(options: DemoOptions, folder: OutFolder, screen: Screen) -> DemoReport:
-    """Runs the demo. Returns its report, also written to ``folder`` with run record, series and timeline.
-
-    Raises DoraError as ``serve`` does.
-    """
+    """Runs the demo. Returns its report; ``folder`` has it, record, series and timeline. Raises as ``serve``."""
     config = service_config(options, folder)
     clock = asyncio.get_running_loop().time
     started_s = clock()
@@ -260,7 +257,7 @@ async def _trained(
 
 @asynccontextmanager
 async def _environment(config: Config, handle: ServiceHandle, folder: OutFolder) -> AsyncIterator[None]:
-    """Runs the environment of the sessions, if there is one. Raises InvalidValue if its class does not load."""
+    """Runs the sessions' environment, if there is one. Raises InvalidValue if its class does not load."""
     if not config.environment.spec:
         yield
         return
@@ -296,7 +293,7 @@ def _evaluation(found: EvaluatedVersion) -> VersionEvaluation:
 
 
 class Strike:
-    """Kills one worker with SIGKILL as soon as ``after_s`` has passed and a worker runs requests. None: never."""
+    """Kills one worker with SIGKILL once ``after_s`` has passed and one runs requests; never if it is None."""
 
     def __init__(self, after_s: float | None, screen: Screen) -> None:
         self._after_s = after_s

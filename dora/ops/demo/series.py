@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Computed from the samples between the start and the last commit; None without samples."""
+    """Shares over the samples between the start and the last commit; None without samples."""
 
     two_versions: float | None = None  # samples in which engines generate for two or more versions
     idle: float | None = None  # engines that run no request, over all samples
@@ -71,7 +71,7 @@ def read_series(path: Path) -> list[Sample]:
 
 
 def shares(samples: Sequence[Sample]) -> Shares:
-    """The use of the engines while steps were left to train. After the last commit the service only drains."""
+    """Returns the use of the engines while steps were left to train. After the last commit the service only drains."""
     training = [sample for sample in samples if sample.step < samples[-1].step] or samples
     engines = [worker for sample in training for worker in sample.workers]
     if not engines:

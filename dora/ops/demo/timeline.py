@@ -58,7 +58,7 @@ def arcs_of(samples: Sequence[Sample], rows: Mapping[str, int]) -> list[Arc]:
 
 
 def moved_requests(samples: Sequence[Sample]) -> tuple[int, int]:
-    """The moves that samples have, and those that the service counted: a quick one may fall between two samples."""
+    """Counts the moves in the samples and those that the service counted: a quick move may fall between two samples."""
     counters = samples[-1].counters if samples else {}
     counted = sum(counters.get(name, 0.0) for name in ("migrations_kv", "migrations_reprefill", "requests_resumed"))
     seen = sum(move.requests for sample in samples for move in sample.moves)
@@ -167,7 +167,7 @@ def _draw_stretch(axes: Any, row: int, span_s: tuple[float, float], version: int
 
 
 def _draw_arc(axes: Any, arc: Arc) -> None:
-    """Between two rows the arc leans to the right; a return to the same row passes above it."""
+    """Draws an arc that leans to the right between two rows. A return to the same row passes above it."""
     begin, end = ((at_s, row + _edge(arc, row)) for at_s, row in (arc.begin, arc.end))
     bend = -0.35 if arc.begin[1] == arc.end[1] else 0.18
     style = {
@@ -178,13 +178,12 @@ def _draw_arc(axes: Any, arc: Arc) -> None:
 
 
 def _edge(arc: Arc, row: int) -> float:
-    """The edge of a row's bar that faces the other row, relative to its middle; the upper one for the same row."""
     other = arc.end[1] if row == arc.begin[1] else arc.begin[1]
     return 0.2 if other > row else -0.2 if other < row else -0.34
 
 
 def _draw_trainer(axes: Any, row: int, trained: Sequence[TrainerSpan], end_s: float) -> None:
-    """The filled height is the share of a step in which the trainer computes. Its colour: the version it publishes."""
+    """Draws each step. The filled height is the share of it in which the trainer computes, the colour its version."""
     for span in trained:
         begin_s = max(0.0, span.begin_s)
         width_s = max(span.end_s - begin_s, end_s / 1000)
@@ -232,7 +231,6 @@ def _whole_ticks(axis: Any) -> None:
 
 
 def _version_colour(version: int) -> Any:
-    """Cycles through ten colours, so that adjacent versions differ."""
     from matplotlib import colormaps
 
     return colormaps["tab10"](version % 10)

@@ -14,7 +14,6 @@ from dora.ops.doctor.verdict import Failed, Skipped, StageResult, Subject
 
 
 def verdict_of(name: str, subject: Subject) -> StageResult:
-    """Runs a stage in this process."""
     stage = next(each for each in STAGES if each.name == name)
     began_s = time.monotonic()
     try:

@@ -87,9 +87,7 @@ def neighbours(subject: Subject) -> dict[str, Any]:
 
 
 def moves(subject: Subject) -> dict[str, Any]:
-    """Takes a request out with its KV and in again, after different numbers of tokens; it must continue as if it had
-    stayed.
-    """
+    """Takes a request out with its KV and in again, after different numbers of tokens; it must continue unchanged."""
     started = _loaded(subject)
     return {"moves": check_moves(started), "block_tokens": started.capability.block_tokens}
 
@@ -108,10 +106,7 @@ def check_moves(
     samplings: Sequence[SamplingParams] = (PLAIN, PENALTIES),
     before: Callable[[], None] = nothing,
 ) -> int:
-    """Moves requests out and in. Returns how often; raises Failed if one continues otherwise.
-
-    ``before``: called before each is taken in.
-    """
+    """Moves requests, calling ``before`` before each is taken in. Returns how often. Raises Failed if one changes."""
     block = started.capability.block_tokens
     moved = 0
     for sampling in samplings:
@@ -155,8 +150,8 @@ def memory(subject: Subject) -> dict[str, Any]:
 def engine_of(
     subject: Subject, kv_tokens: int | None = None, device: "Device | None" = None, **settings: Any
 ) -> "VllmEngine":
-    """Starts an engine without weights. ``device``: the subject's, by default. ``settings``: of ``EngineSettings``,
-    over those of all stages; several ranks need no proof.
+    """Starts an engine without weights, on the subject's device unless another one is given. ``settings`` override the
+    ``EngineSettings`` of all stages. Several ranks need no proof.
     """
     from dora.worker.vllm.device.cpu import Cpu
     from dora.worker.vllm.device.cuda import Cuda
@@ -186,7 +181,7 @@ def _loaded(subject: Subject, device: "Device | None" = None) -> "VllmEngine":
 
 
 def request(name: str, sampling: SamplingParams, number: int = 0) -> RequestSpec:
-    """Returns a request of version 0. ``number``: gives it another prompt."""
+    """Returns a request of version 0. Each ``number`` gives another prompt."""
     prompt = tuple(token_id + number % 5 for token_id in PROMPT) if number else PROMPT
     return RequestSpec(name, 0, prompt, sampling)
 
@@ -195,7 +190,7 @@ Response = tuple[list[int], list[float]]  # token ids and logprobs
 
 
 def finished(engine: "VllmEngine", requests: Sequence[RequestSpec], *running: str) -> dict[str, Response]:
-    """Adds the requests and steps until nothing runs. ``running``: requests that run already."""
+    """Adds the requests and steps until nothing runs. ``running`` are requests that run already."""
     found: dict[str, Response] = {name: ([], []) for name in running}
     for request in requests:
         engine.add(request)
@@ -228,7 +223,6 @@ def _copied(snapshot: "KvSnapshot") -> "KvSnapshot":
 
 
 def _changed(model: Path, folder: Path) -> Path:
-    """Writes the model's weights into a folder: those of the first file scaled, the others linked."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()

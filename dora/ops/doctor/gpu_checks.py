@@ -74,9 +74,7 @@ def every_gpu(subject: Subject) -> dict[str, Any]:
 
 
 def rates_of(device: "torch.device", copied: int = COPY_BYTES, side: int = SIDE) -> dict[str, float]:
-    """Measures GB/s within the memory and each way over the bus, and TFLOP/s in bfloat16. Raises Failed if the bytes or
-    the product are wrong.
-    """
+    """Measures GB/s in memory and each way over the bus, and bfloat16 TFLOP/s. Raises Failed if results are wrong."""
     import torch
 
     on_gpu = device.type == "cuda"
@@ -160,7 +158,7 @@ def most_tokens_per_s(sheet: Hardware, weights: float, token_bytes: float, batch
 
 
 def invariance(subject: Subject) -> dict[str, Any]:
-    """With batch invariance: a request beside others, and one that moved, must equal one that ran alone."""
+    """Checks batch invariance: a request beside others, and one that moved, must equal one that ran alone."""
     if subject.device != "cuda":
         raise Skipped("on CPUs logits do not depend on neighbours with one thread")
     from dora.worker.vllm import environment as vllm_environment
@@ -177,5 +175,4 @@ def invariance(subject: Subject) -> dict[str, Any]:
 
 
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:
-    """Returns a prompt that shares no block with another one's."""
     return tuple(3 + (number * 31 + place * 7) % 40 for place in range(tokens))

@@ -72,7 +72,6 @@ def _ask(told: Connection, what: str) -> str:
 
 
 def _train(store_folder: Path, model: Path, device: str, make: Make, told: Connection) -> None:
-    """The trainer's process: obeys what it is told until it is killed."""
     from safetensors.torch import load_file
 
     kept: list[torch.Tensor] = []

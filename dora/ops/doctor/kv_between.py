@@ -31,10 +31,7 @@ TICKET: Final = "kv"
 
 
 def kv_between(subject: Subject) -> dict[str, Any]:
-    """Sends blocks from one GPU's KV-cache into another's, and to a process that was killed.
-
-    Writes the proof that lets workers send KV so.
-    """
+    """Sends blocks between the KV-caches of GPUs, and to a killed process. Writes the proof that lets workers do so."""
     if subject.device != "cuda":
         raise Skipped("on CPUs KV lies in host memory")
     import torch
@@ -68,7 +65,7 @@ def prove(folder: Path, device: str, transport: str) -> dict[str, Any]:
 
 
 def _check_equal(plane: DataPlane, peer: Peer, store: "DeviceStore", told: Connection) -> float:
-    """Returns bytes per second of blocks that arrived as they are here."""
+    """Returns bytes per second. Raises Failed if the blocks that arrived differ."""
     began_s = time.monotonic()
     sent = plane.send_parts(peer, TICKET, _parts(store), b"head").done.result(ANSWER_S)
     took_s = time.monotonic() - began_s
@@ -101,7 +98,6 @@ def _answer(told: Connection) -> str:
 
 
 def _receive(folder: Path, device: str, transport: str, secret: bytes, told: Connection) -> None:
-    """The target's process: writes what arrives into blocks of its own, until it is killed."""
     from dora.kvtransfer.device import OnDevice
 
     if device == "cuda":  # before CUDA starts here: every thread then uses the second GPU

@@ -80,7 +80,6 @@ def _check_all_or_none(engine: "VllmEngine", sampling: SamplingParams) -> None:
 
 
 def _model(subject: Subject) -> Path:
-    """Returns the given model, or a tiny one if that is too large or cannot be divided among two ranks."""
     from dora.models import check_parallel
     from dora.models.tiny import make_tiny
 

@@ -78,7 +78,6 @@ def last_lines(folder: Path) -> dict[str, str]:
 
 
 def _verdict_of(stage: Stage, subject: Subject, most_s: float) -> tuple[StageResult, str]:
-    """Returns the verdict of the stage's process, and what it wrote to stderr."""
     arguments = [stage.name, subject.device, str(subject.model), str(subject.folder)]
     try:
         done = subprocess.run(

@@ -125,7 +125,7 @@ def _links(name: str, found: pb.HostExamination) -> Iterator[Finding]:
 
 
 def _load(host: pb.ExaminedHost) -> Iterator[Finding]:
-    """The time of a load: as measured in the run, or else of reading a version's files; and that of its way here."""
+    """Finds the time of a load, as measured in the run or else of reading the files; and that of its way here."""
     name, found, read_s = host.host, host.found, 0.0
     if found.read_bytes_per_s:
         read_s = found.version_bytes / found.read_bytes_per_s
@@ -142,7 +142,6 @@ def _load(host: pb.ExaminedHost) -> Iterator[Finding]:
 
 
 def _probed_fetch(name: str, found: pb.HostExamination) -> Finding:
-    """The time of a version's way from another host, at the rate of its first chunks."""
     fetch = found.fetch
     check = f"fetch from {fetch.host}"
     if fetch.trouble or not fetch.bytes:
@@ -155,7 +154,7 @@ def _probed_fetch(name: str, found: pb.HostExamination) -> Finding:
 
 
 def _move(host: pb.ExaminedHost) -> Iterator[Finding]:
-    """The time of a move: as measured in the run, or else as the slowest link allows; and that of a probe's blocks."""
+    """Finds the time of a move, as measured in the run or as the slowest link allows, and that of a probe's blocks."""
     rates = [link.bytes_per_s for link in host.found.links if link.bytes_per_s]
     if host.move_s:
         said = f"{host.move_s * 1000:.0f} ms for {_bytes(host.moved_bytes)} at the last one"

@@ -12,7 +12,7 @@ from dora.ops.doctor.verdict import Subject
 class Stage:
     """One check. ``run`` returns what it found, or raises Failed or Skipped; other exceptions are failures too.
 
-    ``limit_s``: the process of a stage that takes longer is ended, and the stage has failed.
+    The process of a stage that takes longer than ``limit_s`` is ended, and the stage has failed.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one stage. ``said``: why it failed or was skipped; ``found``: what it measured, for programs.
+    """The result of one stage. ``said`` is why it failed or was skipped, ``found`` what it measured, for programs.
 
     A failure also has its ``traceback``, the last lines of each log, and the folder that keeps all of its files.
     """

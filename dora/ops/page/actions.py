@@ -40,7 +40,7 @@ ACTIONS: Final[Mapping[str, tuple[Action, tuple[str, ...]]]] = {
 
 
 async def act(name: str, operator: Operator, arguments: Any) -> dict[str, Any]:
-    """Returns the service's reply. Raises InvalidValue, and as the service does."""
+    """Returns the service's reply. Raises InvalidValue, and what the service raises."""
     if name not in ACTIONS:
         raise InvalidValue("action", name, one_of(name, ACTIONS))
     action, fields = ACTIONS[name]

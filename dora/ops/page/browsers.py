@@ -23,7 +23,7 @@ CALL_S: Final = 10.0
 
 @dataclass(slots=True)
 class Browser:
-    """``may_act``: its token is an operator's or the owner's; others may only look at the state of the service."""
+    """A signed-in browser. If ``may_act`` is false, its token may only look at the state of the service."""
 
     csrf: str = field(repr=False)
     token: str = field(repr=False)
@@ -65,8 +65,8 @@ class Browsers:
         return Operator(self._service, token, tls=self._tls, timeout_s=CALL_S)
 
     async def find(self, cookie: str) -> Browser | None:
-        """Returns a signed-in browser; None for an unknown cookie, one unused for long, or if the service has begun to
-        refuse its token. While the service does not answer, earlier rights hold.
+        """Returns a signed-in browser. Returns None for an unknown cookie, for one unused for long, and if the service
+        has begun to refuse its token. While the service does not answer, earlier rights hold.
         """
         browser, now_s = self._known.get(cookie), self._clock()
         if browser is None:

@@ -20,7 +20,7 @@ WHOLE_S: Final = 2.0  # how old a copy of the history for new browsers may be
 
 
 class StatusFeed:
-    """``trouble``: why the service does not answer; empty while it does."""
+    """Follows the service's status. ``trouble`` says why the service does not answer, and is empty while it does."""
 
     def __init__(self, operator: Operator) -> None:
         self.history = History()

@@ -49,7 +49,7 @@ Line = tuple[str, str, str]  # name, text, tone
 
 
 def head_of(status: Status) -> list[Line]:
-    """Faults come first, then one line that sums up. Without a status yet: empty."""
+    """Lists faults first, then one line that sums up. Before the first status there are no lines."""
     if not status.model:
         return []
     faults, others = list(_faults(status)), list(_lines(status))

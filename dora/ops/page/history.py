@@ -25,7 +25,7 @@ _CODES: Final[Mapping[str, int]] = {name: code for code, name in enumerate(STATE
 
 @dataclass(slots=True)
 class Lane:
-    """One worker. ``segments``: [from when, version, state] each."""
+    """One worker's states. Each segment is [start time, version, state]."""
 
     worker_id: str
     host: str
@@ -52,7 +52,7 @@ class Lane:
 
 
 class History:
-    """``seq`` counts the statuses. ``roster`` changes with the set of lanes, whose order the updates follow."""
+    """Keeps statuses, counted by ``seq``. ``roster`` changes with the set of lanes, whose order the updates follow."""
 
     def __init__(self, segments: int = SEGMENTS) -> None:
         self._segments_most = segments
@@ -117,7 +117,6 @@ class History:
         return found
 
     def _new_moves(self, moves: Iterable[Move]) -> list[list[Any]]:
-        """A stream that begins again tells earlier moves again."""
         found = [move_of(move) for move in moves if move.at > self._moved_at]
         self._moved_at = max([self._moved_at, *(move[0] for move in found)])
         self.moves.extend(found)
@@ -141,7 +140,6 @@ class History:
         return columns
 
     def _change_roster(self, there: Mapping[str, WorkerStatus], pools: Set[str]) -> None:
-        """Adds lanes of new workers, and removes those of workers that had left before the oldest sample."""
         oldest = (self.older or self.recent)[0][0]
         over = [
             name
@@ -156,9 +154,6 @@ class History:
         self.roster += bool(over or new)
 
     def _forget_segments(self) -> None:
-        """If there are too many segments, forgets the states of versions in the older half of each lane; if that is not
-        enough, the older half of the longest lanes.
-        """
         if self._segments <= self._segments_most:
             return
         for lane in self.lanes.values():
@@ -173,7 +168,6 @@ class History:
 
 
 def _as_worker(pool: PoolStatus) -> WorkerStatus:
-    """A pool's lane: its parked requests, and its memory in place of KV."""
     use = pool.memory_bytes / pool.memory_most_bytes if pool.memory_most_bytes else 0.0
     return WorkerStatus(
         worker_id=pool.pool_id, host=pool.host, state=pool.state, version=-1, waiting=pool.parked, kv_use=use
@@ -181,8 +175,9 @@ def _as_worker(pool: PoolStatus) -> WorkerStatus:
 
 
 def sample_of(status: Status, at: float) -> list[Any]:
-    """Time, tokens/s, running, waiting, queued prompts, mean and largest KV use, the pools' fill (-1: no pool), and
-    for each live version its finished groups, its other open groups and its running requests.
+    """Returns the sample of a status. It has time, tokens/s, running, waiting, queued prompts, mean and largest KV use,
+    the pools' fill (-1 without a pool), and for each live version its finished groups, its other open groups and its
+    running requests.
     """
     there = [worker for worker in status.workers if worker.slots]
     uses = [worker.kv_use for worker in there]
@@ -205,8 +200,8 @@ def sample_of(status: Status, at: float) -> list[Any]:
 
 
 def step_of(step: StepMetrics) -> list[Any]:
-    """Step, time of its commit, time it took, the part that the trainer waited (-1: unknown), mean reward, mean and
-    largest staleness, tokens, and the seconds of each of PARTS (empty: unknown).
+    """Returns the sample of a step. It has step, time of its commit, time it took, the part that the trainer waited (-1
+    if unknown), mean reward, mean and largest staleness, tokens, and the seconds of each of PARTS (empty if unknown).
     """
     took = round(step.took_s, 3) if step.HasField("took_s") else -1
     waited = round(step.waited_s, 3) if step.HasField("waited_s") else -1

@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class ShadedText:
-    """Text of one shade. ``kind``: prompt, given or sampled."""
+    """Text of one shade. ``kind`` is prompt, given or sampled."""
 
     kind: str
     shade: int
@@ -25,7 +25,7 @@ class ShadedText:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A range of tokens. ``begin`` and ``width`` in thousandths of all."""
+    """A range of tokens. ``begin`` and ``width`` are in thousandths of all."""
 
     kind: str
     name: str
@@ -35,12 +35,12 @@ class Bar:
 
 
 def shade_of(logprob: float) -> int:
-    """0: almost certain, 7: very unlikely."""
+    """Returns the shade of a logprob, from 0 for almost certain to 7 for very unlikely."""
     return next((shade for shade, lowest in enumerate(SHADES) if logprob >= lowest), len(SHADES))
 
 
 def pieces(shown: ShownTrajectory, decode: Decode) -> Iterator[ShadedText]:
-    """Yields sampled tokens one by one, and others in runs. ``decode``: of token ids, with special tokens."""
+    """Yields sampled tokens one by one, and others in runs. ``decode`` takes token ids and shows special tokens."""
     ids = np.frombuffer(shown.token_ids, "<i4").tolist()
     logprobs = np.frombuffer(shown.logprobs, "<f4").tolist()
     sampled = np.frombuffer(shown.is_sampled, "u1").tolist()
@@ -62,7 +62,7 @@ def pieces(shown: ShownTrajectory, decode: Decode) -> Iterator[ShadedText]:
 
 
 def _text(ids: Sequence[int], at: int, decode: Decode) -> str:
-    """The text that a token adds to the one before it: some tokenizers drop a space at the beginning."""
+    """Returns the text that a token adds to the one before it: some tokenizers drop a space at the beginning."""
     text = decode(ids[at : at + 1])
     if at:
         before, both = decode(ids[at - 1 : at]), decode(ids[at - 1 : at + 1])
@@ -71,7 +71,7 @@ def _text(ids: Sequence[int], at: int, decode: Decode) -> str:
 
 
 def turn_bars(shown: ShownTrajectory) -> list[Bar]:
-    """Given and sampled tokens of each turn, over the response tokens of all branches."""
+    """Returns the given and sampled tokens of each turn, over the response tokens of all branches."""
     total, bars = _held(shown), []
     for turn in shown.turns:
         begin, input_tokens = turn.first_token - turn.given_tokens, turn.given_tokens
@@ -85,7 +85,7 @@ def turn_bars(shown: ShownTrajectory) -> list[Bar]:
 
 
 def worker_bars(shown: ShownTrajectory) -> list[Bar]:
-    """The workers that sampled the tokens. ``kind``: how the request arrived there."""
+    """Returns the workers that sampled the tokens. ``kind`` says how the request arrived there."""
     total, bars = _held(shown), []
     for segment in shown.worker_history:
         count = segment.last_token - segment.first_token + 1

@@ -53,8 +53,8 @@ Handler = Callable[[web.Request, Browser], Awaitable[web.StreamResponse]]
 
 
 def mounted(service: str, token: str, tls: Tls | None = None) -> Mount:
-    """Returns what adds the page of a service to a front. ``token``: of the role metrics, operator or owner, which
-    follows the status. ``tls``: of the connections to the service; None: in the clear.
+    """Returns a mount that adds the page of a service to a front. ``token``, of the role metrics, operator or owner,
+    follows the status. ``tls`` protects the connections to the service; if it is None, they are not encrypted.
     """
 
     def mount(app: web.Application) -> None:
@@ -118,7 +118,7 @@ def _refused(request: web.Request, error: DoraError) -> web.Response:
 
 
 def _status_of(error: DoraError) -> int:
-    """A browser with a token of another role is told so; agents' clients read 401."""
+    """Tells a browser whose token has another role so; agents' clients read 401."""
     if isinstance(error, PermissionDenied):
         return 403
     if isinstance(error, LimitExceeded) and not isinstance(error, TooLarge):
@@ -163,7 +163,6 @@ async def _history(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _events(request: web.Request, browser: Browser) -> web.StreamResponse:
-    """Updates after ``after``, until the browser leaves, does not read for long, or is signed out."""
     viewers, browsers, cookie = request.app[FEED].viewers, request.app[BROWSERS], request.cookies[COOKIE]
     after = _number(request, "after")
     with viewers.one():
@@ -204,7 +203,6 @@ async def _trajectory(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _tracks(request: web.Request, browser: Browser) -> web.Response:
-    """Turns and moves of one trajectory (``id``), or of those that a worker has (``worker``), without their tokens."""
     operator = request.app[BROWSERS].operator(browser)
     if trajectory_id := request.query.get("id", ""):
         shown = [await operator.trajectory(trajectory_id, 0, 1)]
@@ -237,7 +235,7 @@ async def _act(request: web.Request, browser: Browser) -> web.Response:
 
 
 async def _static(request: web.Request) -> web.Response:
-    """Files of the page, which hold no secret."""
+    """Sends a file of the page. These hold no secret."""
     found = FILES.get(request.match_info["name"])
     if found is None:
         return web.Response(text="there is no such file\n", status=404, headers=HEADERS)

@@ -12,7 +12,7 @@ FOREVER: Final = float("inf")
 class Stretch(NamedTuple):
     """A part of a trajectory's time. Times are of the wall clock.
 
-    ``kind``: sampled; tools: the environment worked; queue: it waited for a worker, or for its first token.
+    ``kind`` is sampled; tools if the environment worked; queue if it waited for a worker, or for its first token.
     """
 
     kind: str
@@ -23,7 +23,7 @@ class Stretch(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A move. ``left_at``: its last token on the earlier worker; ``at``: its first on the next one."""
+    """A move. ``left_at`` is the time of its last token on the earlier worker, ``at`` of its first on the next."""
 
     source: int
     target: int
@@ -34,8 +34,8 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """``lanes``: the workers by name, in order of arrival. ``is_whole``: every time is known; those before a restart of
-    the service are not.
+    """One trajectory's way. ``lanes`` names the workers in order of arrival. ``is_whole`` says that every time is
+    known. Times before a restart of the service are not.
     """
 
     trajectory_id: str
@@ -51,7 +51,7 @@ class Track:
 
 
 def track_of(shown: ShownTrajectory, now: float) -> Track:
-    """``now``: the end of what goes on."""
+    """Returns the track. Whatever still goes on ends at ``now``."""
     lanes = tuple(dict.fromkeys(segment.worker for segment in shown.worker_history))
     stays = _stays(shown, lanes)
     end = shown.finished_at or now
@@ -64,7 +64,6 @@ def track_of(shown: ShownTrajectory, now: float) -> Track:
 
 
 def _stays(shown: ShownTrajectory, lanes: Sequence[str]) -> list[tuple[int, float, float]]:
-    """The lane of each segment whose begin is known, its first token's time, and when it left."""
     both = list(zip(shown.worker_history, shown.arrivals, strict=False))
     leaves = [*(arrival.left_at or arrival.at for _, arrival in both[1:]), FOREVER]
     return [

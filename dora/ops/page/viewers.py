@@ -29,13 +29,13 @@ class Viewers:
         return self._open
 
     def publish(self, seq: int, update: bytes) -> None:
-        """``update``: whole server-sent events. ``seq``: one more than that of the update before."""
+        """Publishes whole server-sent events. ``seq`` is one more than that of the update before."""
         self._kept.append((seq, update))
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def close(self) -> None:
-        """Ends all: a front that stops would wait for its open connections."""
+        """Ends all streams: a front that stops would wait for its open connections."""
         self._is_closed = True
         self._news.set()
 
@@ -51,9 +51,7 @@ class Viewers:
             self._open -= 1
 
     async def follow(self, after: int) -> AsyncGenerator[bytes]:
-        """Yields the updates after ``after``, several together if the caller is slow. If too many were missed, yields
-        RELOAD and continues with the latest.
-        """
+        """Yields the updates after ``after``. If too many were missed, yields RELOAD and continues with the latest."""
         seen = after
         while not self._is_closed:
             news = self._news

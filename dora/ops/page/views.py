@@ -32,7 +32,7 @@ _pages.filters |= {
 
 
 def sign_in(refused: str = "", *, is_clear: bool = False) -> str:
-    """``is_clear``: the connection is not encrypted and leaves the host."""
+    """Renders the form. If ``is_clear``, the connection is not encrypted and leaves the host."""
     return _page("sign-in.html", refused=refused, is_clear=is_clear, browser=None)
 
 

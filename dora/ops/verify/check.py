@@ -154,7 +154,7 @@ def read_trajectories(file: Path, progress: Progress = lambda share, how_far: No
 
 
 def drawn(by_version: Mapping[int, Sequence[Trajectory]], count: int, seed: int) -> dict[int, list[Trajectory]]:
-    """``count`` trajectories, drawn by ``seed``: of each version as many as of the others, or one more, or all."""
+    """Draws ``count`` trajectories by ``seed``: of each version as many as of the others, or one more, or all."""
     draw = random.Random(seed)
     orders = {version: draw.sample(members, len(members)) for version, members in sorted(by_version.items())}
     ranked = [(place, draw.random(), version) for version, order in orders.items() for place in range(len(order))]
@@ -207,7 +207,6 @@ def _parse(line: bytes, number: int) -> Trajectory:
 def _differences(
     module: Any, trajectories: Sequence[Trajectory], atol: float, sentences: _Sentences
 ) -> Iterator[tuple[Trajectory, Float64Array, int]]:
-    """Each trajectory with its differences by token, and the number of tied expert choices that were reversed."""
     from dora.ops.verify.recompute import difference, recomputed_logprobs  # loads torch
     from dora.ops.verify.ties import with_choices_turned
 

@@ -31,9 +31,9 @@ Members = Mapping[str, list[Trajectory]]  # by group id
 def missing(
     folder: Path, trajectories: Sequence[Trajectory], window_versions: int | None = None
 ) -> tuple[int, Iterator[str]]:
-    """The number of committed steps in the record of ``folder``, and what is missing of them.
+    """Returns the number of committed steps in the record of ``folder``, and sentences on what they lack.
 
-    ``window_versions``: also limits the staleness of replayed groups, besides the windows in the record. Raises
+    ``window_versions`` also limits the staleness of replayed groups, besides the windows in the record. Raises
     InvalidValue for an invalid line.
     """
     if not (folder / STEPS_FILE).is_file():
@@ -123,7 +123,7 @@ def violations(folder: Path, trajectories: Sequence[Trajectory], steps: Steps, w
 
 
 def _twice(file: Path) -> Iterator[str]:
-    """A commit that was repeated has one line, or two alike. Two with different groups are of different runs."""
+    """Finds repeated commits with different groups, which are of different runs. Two equal lines are one commit."""
     groups: dict[int, Any] = {}
     for line in whole_lines(file):
         record = json.loads(line)
@@ -160,7 +160,6 @@ def _replays(steps: Steps, trajectories: Sequence[Trajectory], window_versions: 
 
 
 def _beside(folder: Path, members: Members, committed_in: Mapping[str, int], last: int) -> Iterator[str]:
-    """Checks groups outside of committed steps: they may only belong to the next step, not committed or cancelled."""
     file = folder / CANCELLED_FILE
     cancelled = {_group_of(line) for line in whole_lines(file)} if file.is_file() else set()
     for group_id in sorted(members.keys() - committed_in.keys() - cancelled):
@@ -179,9 +178,6 @@ def _group_of(line: bytes) -> Any:
 
 
 def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]) -> Iterator[str]:
-    """Checks that each committed step's version is recorded, unless workers rejected it, and that no other version is.
-    An interrupted commit is an exception.
-    """
     kept, left_out = set(_versions_in(folder)), _left_out(steps)
     for step in sorted(steps):
         if step + 1 not in kept | withdrawn | left_out:
@@ -194,7 +190,6 @@ def _versions(folder: Path, steps: Steps, trained: Set[int], withdrawn: Set[int]
 
 
 def _left_out(steps: Steps) -> set[int]:
-    """The versions whose weights the record need not have. The last one's are always kept."""
     last = max(steps, default=-1)
     return {step + 1 for step, each in steps.items() if step != last and not keeps_weights(each.weights, step + 1)}
 

@@ -59,7 +59,6 @@ def _has_own_prompt(trajectory: Trajectory) -> bool:
 
 
 def _branches(group: Sequence[Trajectory]) -> Iterator[str]:
-    """The branches of a session: each once, with one reward, and no sampled token in two loss masks."""
     sessions: dict[int, list[Trajectory]] = defaultdict(list)
     for each in group:
         sessions[each.sample_index].append(each)
@@ -147,7 +146,6 @@ def _tokens(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _routing_shapes(trajectories: Sequence[Trajectory]) -> Iterator[str]:
-    """All trajectories have routed experts of one shape, or none has any."""
     shapes = Counter(None if each.routed_experts is None else each.routed_experts.shape[1:] for each in trajectories)
     if len(shapes) > 1:
         named = [f"{count} with {shape or 'none'}" for shape, count in shapes.items()]

@@ -21,9 +21,9 @@ _ONE_THREAD_MAX: Final = 4 << 30  # multiplications; with fewer, threads wait fo
 
 
 def load_model(folder: Path, quantisation: str = "") -> Any:
-    """The causal language model of a version's folder, in fp32 regardless of its files, ready for inference.
+    """Returns the causal language model of a version's folder, in fp32 regardless of its files, for inference.
 
-    ``quantisation``: as applied by the engines. Raises InvalidValue for a model in which nothing can be quantised.
+    ``quantisation`` is the engines'. Raises InvalidValue for a model in which nothing can be quantised.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -43,7 +43,7 @@ class Models:
         self._config = b""
 
     def load(self, folder: Path, quantisation: str = "") -> Any:
-        """Like ``load_model``. The module of the call before must not be used any more."""
+        """Does as ``load_model``. The module of the call before must not be used afterwards."""
         config = (folder / "config.json").read_bytes()
         if quantisation or config != self._config or not _filled(self._module, folder):
             self._module = None  # frees its memory first
@@ -79,15 +79,12 @@ def recomputed_logprobs(module: Any, trajectories: Sequence[Trajectory]) -> Iter
 
 
 def difference(trajectory: Trajectory, logprobs: Float32Array) -> Float64Array:
-    """The absolute difference of the recorded logprobs from these, by token; infinite if one is NaN. 0 for a token that
-    an environment gave.
-    """
+    """Returns the absolute difference of the logprobs by token: infinite for NaN, 0 for an environment's token."""
     apart = np.abs(trajectory.logprobs.astype(np.float64) - logprobs)
     return np.where(trajectory.loss_mask == 0, 0.0, np.where(np.isnan(apart), np.inf, apart))
 
 
 def _tokens_max(module: Any) -> int:
-    """The tokens of a batch, with padding, so that its logits fit into the memory for them."""
     return min(_BATCH_TOKENS_MAX, _LOGITS_MAX // int(module.get_output_embeddings().weight.shape[0]))
 
 
@@ -119,7 +116,6 @@ def _batch_logprobs(module: Any, batch: Sequence[Trajectory]) -> list[Float32Arr
 
 @contextmanager
 def _threads(multiplications: int) -> Iterator[None]:
-    """Computes a small batch in one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if multiplications <= _ONE_THREAD_MAX else before)
     try:

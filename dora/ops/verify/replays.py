@@ -8,8 +8,8 @@ def violations(
 ) -> Iterator[str]:
     """Checks the replays of committed steps, by step: each of an earlier step, once, and within its staleness bound.
 
-    ``trained``: the step that each group was delivered to; ``last_steps``: the last one that may train on it (C3). Each
-    violation is one sentence.
+    ``trained`` has the step that each group was delivered to, ``last_steps`` the last one that may train on it (C3).
+    Each violation is one sentence.
     """
     replayed_in: dict[str, int] = {}
     for step, group_ids in sorted(replayed.items()):

@@ -45,6 +45,5 @@ def _run(module: Any, trajectory: Trajectory, margin: float, turned: list[Tie]) 
 
 
 def _first_apart(trajectory: Trajectory, logprobs: Float32Array, atol: float) -> int | None:
-    """The index of the first response token whose logprob differs from the record."""
     apart = difference(trajectory, logprobs) > atol
     return int(apart.argmax()) if apart.any() else None

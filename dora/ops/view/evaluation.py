@@ -53,7 +53,7 @@ COLUMNS: Final[Sequence[Column[_Row]]] = (
 
 
 def report_of(evaluation: Evaluation, column: str, value_of: Mapping[str, str]) -> EvaluationReport:
-    """``value_of``: the value of ``column`` by prompt id; ``column`` empty: none was requested."""
+    """Builds the report. ``value_of`` gives a prompt's value of ``column``; an empty one was not requested."""
     by = {}
     tasks = scores_by(evaluation.groups, lambda group: group.trajectories[0].task_id)
     if len(tasks) > 1:
@@ -83,7 +83,7 @@ def evaluation_table(report: EvaluationReport) -> Sheet[_Row]:
 
 
 def evaluation_line(status: EvaluationStatus, oldest: int = 0) -> Text:
-    """A running evaluation in one line. ``oldest``: the oldest version of the window."""
+    """Describes a running evaluation in one line. ``oldest`` is the oldest version of the window."""
     share = f"a share of {status.share:g}" if status.share else "idle slots"
     name = f"{status.evaluation_id} {status.name}".strip()
     done = f"{status.prompts_done:,} of {status.prompts:,} prompts done"

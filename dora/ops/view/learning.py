@@ -62,7 +62,7 @@ class Learning:
 
     @property
     def seconds(self) -> float:
-        """From the first commit to the last."""
+        """The seconds from the first commit to the last."""
         return self.steps[-1].committed_at - self.steps[0].committed_at if self.steps else 0.0
 
     @property
@@ -75,7 +75,7 @@ class Learning:
 
     @property
     def staleness_mean(self) -> float | None:
-        """Over groups."""
+        """The mean over groups; None without any."""
         counts = [count for each in self.steps for count in each.staleness_groups]
         ages = [age * count for each in self.steps for age, count in enumerate(each.staleness_groups)]
         return sum(ages) / sum(counts) if sum(counts) else None
@@ -152,8 +152,6 @@ def _add(facts: StepFacts, tree: dict[str, Any]) -> None:
 
 
 class _named:
-    """Turns what a malformed line raises into a refusal that names the line."""
-
     def __init__(self, where: str, tree: object) -> None:
         self._where, self._tree = where, tree
 

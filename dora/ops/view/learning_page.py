@@ -21,7 +21,7 @@ Text = Callable[[Sequence[int]], str]  # token ids as text
 
 
 def facts(run: Learning, hourly: float) -> dict[str, Any]:
-    """The figures of ``dora report --json``. ``hourly``: the price of an hour, 0: unknown."""
+    """Returns the figures of ``dora report --json``. ``hourly`` is the price of an hour, 0 if unknown."""
     hours = run.seconds / 3600
     cost = round(hourly * hours, 4) if hourly else None
     return {

@@ -52,7 +52,7 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 
 
 def service_view(status: Status, title: str, steps_planned: int = 0) -> RenderableType:
-    """Progress, workers, reward, the trainer's metrics and counters. ``steps_planned`` 0: without an end."""
+    """Shows progress, workers, reward, the trainer's metrics and counters. ``steps_planned`` 0 means without an end."""
     workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
     drain = [Text(f"{name}: {told}", "cyan") for name, told in drain_rows(status)]
     head = [_progress(status, steps_planned), *drain, *_faults(status), *refusals(status)]

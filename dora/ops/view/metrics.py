@@ -33,7 +33,7 @@ def metrics(sent: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def alarms(sent: Mapping[str, float]) -> list[str]:
-    """Sentences for metrics that exceed the bound sent with them."""
+    """Returns sentences for metrics that exceed the bound sent with them."""
     names = (name.removeprefix(ALARM) for name in sorted(sent) if _is_alarm(name, sent))
     return [f"{name} {measured(sent[name])} is above {measured(sent[ALARM + name])}" for name in names]
 

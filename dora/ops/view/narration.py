@@ -19,7 +19,7 @@ COUNTED_EVENTS = {
 
 
 def news(before: Status, after: Status) -> list[str]:
-    """Sentences on commits, workers and counted events between two statuses of one service."""
+    """Returns sentences on commits, workers and counted events between two statuses of one service."""
     known = {step.step for step in before.steps}
     new = [step for step in after.steps if step.step not in known and (not known or step.step > max(known))]
     lines = [

@@ -229,7 +229,7 @@ def _add_counters(table: Facts, status: Status, everything: bool) -> None:
 
 
 def counter_group(name: str) -> str:
-    """The group in which a counter is shown; the last one has those of no other."""
+    """Returns the group in which a counter is shown. Counters without a group come into the last one."""
     if name in PROMISES:
         return next(iter(COUNTER_GROUPS))
     return next((group for group, starts in COUNTER_GROUPS.items() if starts and name.startswith(starts)), FAULTS)
@@ -247,7 +247,7 @@ def without_drained(workers: Iterable[WorkerStatus]) -> tuple[list[WorkerStatus]
 
 
 def sessions_idle(status: Status) -> int:
-    """Sessions between two turns: their tools run."""
+    """Counts the sessions between two turns, while their tools run."""
     return sum(version.sessions_idle for version in status.versions)
 
 
@@ -258,7 +258,7 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 
 
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
-    """Workers in the given order; below them the reasons of losses."""
+    """Shows workers in the given order, and below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
     there, left = without_drained(workers)
     notes = [*_reasons(there), *([f"left, as was asked: {_listed(left)}"] if left else [])]
@@ -266,7 +266,7 @@ def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
 
 
 def trajectories_table(trajectories: Sequence[TrajectoryStatus], total: int) -> Sheet[TrajectoryStatus]:
-    """Requests that are not committed."""
+    """Shows the requests that are not committed."""
     notes = [f"{len(trajectories):,} of {total:,} (--limit shows more)"] if len(trajectories) < total else []
     return Sheet(TRAJECTORY_COLUMNS, trajectories, "trajectories", notes=notes)
 
@@ -325,7 +325,7 @@ def by_name(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
 
 
 def by_version(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
-    """Newest version first, then by name."""
+    """Sorts by version, newest first, then by name."""
     return sorted(workers, key=lambda worker: (-worker.version, worker.worker_id))
 
 

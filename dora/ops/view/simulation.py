@@ -143,7 +143,7 @@ def stationarity(reports: Sequence[Report]) -> str:
 
 
 def staleness(report: Report, digits: int) -> str:
-    """Mean and maximum; none if a response has several versions."""
+    """Formats mean and maximum, or ``-`` if a response has several versions."""
     if report.staleness_mean is None:
         return NONE
     return f"{report.staleness_mean:.{digits}f}, {report.staleness_max}"

@@ -29,7 +29,7 @@ ELLIPSIS: Final = "…"
 class Column(Generic[Row]):
     """A column: its heading, its meaning, and its cell of a row. Words are aligned left, numbers right.
 
-    ``rank`` 0: always shown. If there is no room for all columns, those of the highest rank are left out first.
+    A column of ``rank`` 0 is always shown. If there is no room for all, those of the highest rank are left out first.
     """
 
     heading: str
@@ -41,7 +41,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The style of a table. ``gap``: characters between columns; ``edge``: characters of both edges together."""
+    """The style of a table. ``gap`` counts characters between columns, ``edge`` those of both edges together."""
 
     box: Box | None
     padding: tuple[int, int, int, int]
@@ -62,8 +62,8 @@ PLAIN: Final = Look(None, (0, 2, 0, 0), gap=2, edge=0)
 class Sheet(Generic[Row]):
     """Rows under headings, adapted to the available width.
 
-    ``looks``: the first one with room for all columns is used, otherwise the last. ``headings`` override the columns'
-    own. ``notes``: sentences below the table; with ``tell``, another one lists the columns that were left out.
+    It uses the first of ``looks`` with room for all columns, otherwise the last. ``headings`` override the columns'
+    own. ``notes`` are sentences below the table; with ``tell``, another one lists the columns that were left out.
     """
 
     columns: Sequence[Column[Row]]
@@ -128,7 +128,7 @@ class Facts:
     _rows: list[tuple[str | Text, str | Text, str] | None] = field(default_factory=list)  # None: between sections
 
     def add_row(self, name: str | Text, value: str | Text, meaning: str = "") -> None:
-        """``meaning`` follows the value if the terminal is wide enough."""
+        """Adds a row. ``meaning`` follows the value if the terminal is wide enough."""
         self._rows.append((name, value, meaning))
 
     def add_section(self) -> None:
@@ -228,7 +228,6 @@ def _total(widths: Sequence[int], look: Look) -> int:
 
 
 def _word_width(widths: Sequence[int], least: Sequence[int], look: Look, room: int) -> int:
-    """The maximum width of a column of words. ``least``: the minimum width of each column."""
     for most in range(max(widths, default=0), WORD_MIN, -1):
         if _total([max(min(width, most), needed) for width, needed in zip(widths, least, strict=True)], look) <= room:
             return most

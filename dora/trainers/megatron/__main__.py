@@ -11,7 +11,7 @@ from dora.trainers.megatron.start import make_learner
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 when done, 1 if the service or the configuration is refused, or another rank failed."""
+    """Returns exit code 0 when done, 1 if the service or the configuration is refused, or another rank failed."""
     return run(parse_arguments, arguments, make_learner)
 
 

@@ -53,7 +53,7 @@ class Architecture:
 
     @property
     def routing(self) -> RoutingShape:
-        """Has no layers for a dense model."""
+        """The routing. It has no layers for a dense model."""
         return routing_of(self.config, "model") or RoutingShape(0, 0, 0)
 
     @property
@@ -155,7 +155,6 @@ class RmsNorm(torch.nn.RMSNorm):
 
 
 def _stage(spec: Any, config: Any, place: Place, final_norm: type | None) -> Any:
-    """``spec`` for each layer of this rank's stage, with this norm after the last; None: Megatron's default."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     if final_norm is None:
@@ -165,9 +164,9 @@ def _stage(spec: Any, config: Any, place: Place, final_norm: type | None) -> Any
 
 
 def build(architecture: Architecture, place: Place, dtype: str = "float32", layers: Layers = "auto") -> Built:
-    """A GPTModel whose weights are not loaded yet.
+    """Builds a GPTModel whose weights are not loaded yet.
 
-    ``layers``: Megatron's own (``local``), Transformer Engine's (``te``), or the latter if it is installed.
+    ``layers`` are Megatron's own (``local``), Transformer Engine's (``te``), or the latter if it is installed.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.gpt import GPTModel

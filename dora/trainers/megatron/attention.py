@@ -59,7 +59,7 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Inputs (positions, 1, heads, size), with fewer heads of keys and values; to (positions, 1, heads * size)."""
+        """Maps (positions, 1, heads, size), with fewer heads of keys and values, to (positions, 1, heads * size)."""
         places, ranks = query.shape[0], self._cp_group.size()
         first = self._cp_group.rank() * places
         if ranks > 1:
@@ -96,7 +96,7 @@ class PackedAttention(torch.nn.Module):
 
 @lru_cache(maxsize=16)
 def _seen(queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """(queries, keys), bool: the keys that the last ``queries`` of ``keys`` tokens attend to; None: purely causal."""
+    """Marks the keys, (queries, keys), that the last ``queries`` of ``keys`` tokens attend to, or None if causal."""
     if queries == keys:
         return None
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -117,5 +117,5 @@ class PackedRotary(torch.nn.Module):
         return 0
 
     def forward(self, length: int, **others: Any) -> torch.Tensor:
-        """(positions, 1, 1, size)."""
+        """Returns (positions, 1, 1, size)."""
         return self._rotary.get_emb(int(self.positions.max()) + 1)[self.positions]

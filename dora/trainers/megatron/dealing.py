@@ -13,7 +13,7 @@ from dora.trainers.objectives.batch import Row
 
 
 def deal(rows: Sequence[Row], shards: int, tokens_max: int) -> list[list[list[Row]]]:
-    """The micro-batches of each of ``shards``, within ``tokens_max`` each, of nearly equal total size.
+    """Returns the micro-batches of each of ``shards``, within ``tokens_max`` each, of nearly equal total size.
 
     Pipelines and experts of all shards work in step, so all shards get equally many. A shard with one fewer trains on a
     copy of a row with weight zero.

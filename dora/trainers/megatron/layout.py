@@ -70,7 +70,7 @@ class Place:
 def begin(layout: Layout, timeout_s: float = 600.0) -> Place:
     """Makes Megatron's groups in an existing process group. Raises InvalidValue as :meth:`Layout.check`.
 
-    ``timeout_s``: the timeout of a training collective.
+    ``timeout_s`` limits a training collective.
     """
     from megatron.core import parallel_state as groups
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -105,7 +105,7 @@ def own_device() -> torch.device:
 
 
 def group_of(name: str) -> Any:
-    """Megatron's process group: ``tp``, ``cp``, ``etp`` or ``dp``."""
+    """Returns Megatron's process group: ``tp``, ``cp``, ``etp`` or ``dp``."""
     from megatron.core import parallel_state as groups
 
     found = {

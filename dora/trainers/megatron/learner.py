@@ -53,9 +53,9 @@ class MegatronLearner:
         dtypes: dict[str, str] | None = None,
         scratch: str = "",
     ) -> None:
-        """``reference``: the model of the KL term, of ``reference_version``. ``step``: the first step to train.
-        ``dtypes``: of published tensors, by name, if they differ from the trainer's own. ``scratch``: a folder visible
-        to all ranks for a version's files; by default the system's.
+        """``reference`` is the model of the KL term, of ``reference_version``. ``step`` is the first step to train.
+        ``dtypes`` are of published tensors, by name, if they differ from the trainer's own. ``scratch`` is a folder
+        visible to all ranks for a version's files, by default the system's.
         """
         self.part = part
         self.step = step
@@ -72,7 +72,7 @@ class MegatronLearner:
         self._probe: Probe | None = None  # the same rows, on the last stage
 
     def add_group(self, group: TrajectoryGroup, *, is_replay: bool = False) -> None:
-        """As :meth:`dora.trainers.learner.Learner.add_group`."""
+        """Does the same as :meth:`dora.trainers.learner.Learner.add_group`."""
         architecture = self.part.built.architecture
         check_group(group, architecture.vocab_size, self._reference_version)
         if self._config.router_replay:
@@ -156,7 +156,6 @@ class MegatronLearner:
         return sums.metrics(loss / units, norm, by_staleness, self._config.clip_alarm, movement)
 
     def _movement(self) -> float:
-        """The movement of the optimiser step just taken, over the probes of all shards."""
         moved, tokens = 0.0, 0
         found = self.part.logprobs([self._probed])
         if self._probe is not None and self.part.built.place.speaks:
@@ -177,14 +176,14 @@ class MegatronLearner:
                     )
 
     def weights(self) -> list[Path]:
-        """The argument of a commit: the files written by the ranks, by Hugging Face names, until the next call."""
+        """Returns the argument of a commit: the ranks' files, by Hugging Face names, until the next call."""
         if self._exported is not None:
             self._exported.cleanup()
         self._exported = tempfile.TemporaryDirectory(prefix="dora-megatron-", dir=self._scratch)
         return self._export(Path(self._exported.name), published=True)
 
     def canary(self) -> Canary | None:
-        """The canary, computed by the ranks; None if :meth:`weights` rounds to another dtype."""
+        """Returns the canary, computed by the ranks, or None if :meth:`weights` rounds to another dtype."""
         own = "BF16" if self.part.built.dtype == torch.bfloat16 else "F32"
         if not set(self._dtypes.values()) <= {own}:
             return None
@@ -223,7 +222,6 @@ class MegatronLearner:
         return [folder / name for name in sorted(set(files.values()))]
 
     def _write(self, folder: Path, dtypes: dict[str, str]) -> dict[str, str]:
-        """Every rank's part of an export. Returns the file of each tensor of all ranks."""
         if not folder.is_dir():
             raise InvalidValue("--scratch", str(folder), "a folder visible to all ranks")
         expected = {name: TensorHeader(name, dtype, ()) for name, dtype in dtypes.items()}

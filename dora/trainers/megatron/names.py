@@ -72,7 +72,7 @@ class Rule:
 
 
 def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rule:
-    """The rule of parameter ``name`` of a GPTModel, on a rank with this first layer and expert of the model.
+    """Returns the rule of parameter ``name`` of a GPTModel, on a rank with this first layer and expert of the model.
 
     Raises InvalidValue for a parameter that no known checkpoint has.
     """
@@ -102,7 +102,7 @@ def rule_of(name: str, first_layer: int, first_expert: int, shape: Shape) -> Rul
 
 
 def joined(rule: Rule, shards: Sequence[torch.Tensor], shape: Shape) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors, from the shards of a parameter on all tensor-parallel ranks, in rank order."""
+    """Returns the checkpoint's tensors, from the shards of a parameter on all tensor-parallel ranks, in rank order."""
     if rule.cut == "whole":
         return {rule.names[0]: shards[0]}
     if rule.cut == "columns":
@@ -121,7 +121,7 @@ def joined(rule: Rule, shards: Sequence[torch.Tensor], shape: Shape) -> dict[str
 
 
 def cut(rule: Rule, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, shape: Shape) -> torch.Tensor:
-    """The inverse of :func:`joined`: the shard of rank ``rank`` of ``ranks`` of the parameter with these ``tensors``.
+    """Inverts :func:`joined`: returns the shard of rank ``rank`` of ``ranks`` of the parameter with these ``tensors``.
     Rows beyond the vocabulary are zero.
     """
     found = [tensors[name] for name in rule.names]
@@ -142,5 +142,5 @@ def cut(rule: Rule, tensors: Mapping[str, torch.Tensor], rank: int, ranks: int, 
 
 
 def padded_vocabulary(vocab_size: int, ranks: int) -> int:
-    """Rows of the embedding and the head, padded to be equal on each of ``ranks``."""
+    """Returns the rows of the embedding and the head, padded to be equal on each of ``ranks``."""
     return -(-vocab_size // ranks) * ranks

@@ -27,7 +27,7 @@ class MegatronConfig(GrpoConfig):
 
 
 def parse_arguments(arguments: list[str]) -> tuple[MegatronConfig, bool]:
-    """The configuration, and whether to print each step as a JSON line."""
+    """Returns the configuration, and whether to print each step as a JSON line."""
     parser = argparse.ArgumentParser(
         prog="torchrun ... -m dora.trainers.megatron",
         description="Megatron-core trainer for a running 'dora serve'; one process for each GPU.",

@@ -22,10 +22,10 @@ OfRows = Callable[[Rows, torch.Tensor], torch.Tensor]  # maps the logprobs (n,) 
 
 
 class Part:
-    """Not thread-safe. All ranks call each method together."""
+    """One rank's model. Not thread-safe. All ranks call each method together."""
 
     def __init__(self, built: Built, config: LearnerConfig, *, distributed_optimizer: bool = False) -> None:
-        """``built`` has its weights. ``distributed_optimizer``: shards optimiser states over data-parallel ranks."""
+        """``built`` has its weights. ``distributed_optimizer`` shards optimiser states over data-parallel ranks."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -60,9 +60,9 @@ class Part:
         self._run(self._model, batches, of_rows, forward_only=False)
 
     def logprobs(self, batches: Sequence[Rows], built: Built | None = None) -> list[torch.Tensor]:
-        """(n,) of each micro-batch, as :func:`dora.trainers.packing.packed_logprobs`; on the last stage only.
+        """Returns (n,) of each micro-batch, as :func:`dora.trainers.packing.packed_logprobs`; on the last stage only.
 
-        ``built``: another model with the same layout.
+        ``built`` may be another model with the same layout.
         """
 
         def of_rows(rows: Rows, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Part:
             return self._run(module, batches, of_rows, **options)
 
     def logprobs_of(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Logprobs of each token of one text but the first; on the last stage only. Without gradients."""
+        """Returns logprobs of each token of one text but the first, on the last stage only, without gradients."""
 
         def of_text(text: Pack, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
             return self._logprobs(logits, pack, own).detach()
@@ -102,7 +102,7 @@ class Part:
         self._optimizer.zero_grad()
 
     def states(self) -> Iterator[tuple[str, Any, torch.Tensor]]:
-        """This rank's optimiser: the name, the state (to be filled) and the tensor of each of its entries.
+        """Yields the name, the state (to be filled) and the tensor of each entry of this rank's optimiser.
 
         The tensor is a parameter, or its float32 copy.
         """
@@ -113,7 +113,6 @@ class Part:
                     yield f"{number}.{group}.{index}", optimizer.optimizer.state[tensor], tensor
 
     def _run(self, module: Any, batches: Sequence[Any], of_batch: Any, **options: Any) -> list[Any]:
-        """Megatron's schedule over ``batches``, each of rows or a pack."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         found: list[Any] = get_forward_backward_func()(
@@ -149,7 +148,7 @@ class Part:
         return output, loss
 
     def _logprobs(self, logits: torch.Tensor, pack: Pack, own: slice) -> torch.Tensor:
-        """(n,): of the response tokens, from this rank's part of the vocabulary at its positions of the pack."""
+        """Returns (n,) of the response tokens, from this rank's part of the vocabulary at its positions of the pack."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
         here = (pack.predicting >= own.start) & (pack.predicting < own.stop)
@@ -169,7 +168,6 @@ class Part:
 
 
 def _text(token_ids: tuple[int, ...], device: torch.device) -> Pack:
-    """One text as a pack of one prompt that predicts all tokens but the first."""
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
     places = torch.arange(len(token_ids), device=device)
     block = Block(slice(0, len(token_ids)), ())

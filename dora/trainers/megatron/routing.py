@@ -14,13 +14,13 @@ from dora.trainers.router_replay import OWN, choice
 
 
 class Lead:
-    """The choice of one router. ``routed`` (tokens, top_k): the experts for the current pass; None: the router chooses.
+    """The choice of one router. ``routed`` (tokens, top_k) has the experts of this pass; if None, the router chooses.
 
     ``ties`` counts tokens whose last chosen and first other expert have logits within ``margin``, if set.
     """
 
     def __init__(self, *, in_logs: bool) -> None:
-        """``in_logs``: scores are probabilities, whose logarithms differ as the logits do."""
+        """If ``in_logs``, scores are probabilities, whose logarithms differ as the logits do."""
         self.routed: torch.Tensor | None = None
         self.margin, self.ties, self._in_logs = 0.0, 0, in_logs
 
@@ -32,7 +32,7 @@ class Lead:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and indices (tokens, topk) of the chosen experts. Megatron calls it by this name."""
+        """Returns scores and indices (tokens, topk) of the chosen experts. Megatron calls it by this name."""
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.margin and topk < scores.shape[1]:
             largest = (scores.log() if self._in_logs else scores).topk(topk + 1, dim=1).values
@@ -56,9 +56,9 @@ class Routers:
 
     @contextmanager
     def sending(self, routed: torch.Tensor | None, tokens: int, own: slice) -> Iterator[None]:
-        """A context for a forward pass over the positions ``own`` of a pack that is padded to ``tokens``.
+        """Prepares a forward pass over the positions ``own`` of a pack that is padded to ``tokens``.
 
-        ``routed``: of the pack, as in :class:`dora.trainers.packing.Pack`.
+        ``routed`` is the pack's, as in :class:`dora.trainers.packing.Pack`.
         """
         if routed is not None and self._leads:
             filled = torch.nn.functional.pad(routed, (0, 0, 0, 0, 0, tokens - len(routed)), value=OWN)[own]
@@ -74,7 +74,7 @@ class Routers:
 
     @contextmanager
     def watched(self, margin: float) -> Iterator[None]:
-        """A context in which :attr:`ties` counts ties within ``margin``."""
+        """Counts, within the block, ties within ``margin``."""
         for lead in self._leads:
             lead.margin, lead.ties = margin, 0
         try:

@@ -25,7 +25,7 @@ from dora.weights.reference import TensorHeader, check_tensors, read_reference
 def make_learner(
     config: MegatronConfig, start: Start, ranks: Ranks, tensors: Sequence[TensorHeader] = ()
 ) -> MegatronLearner:
-    """``tensors``: the service's expected tensors, known only to the leader.
+    """Makes one rank's learner. ``tensors`` are those that the service expects, known only to the leader.
 
     Raises Conflict if the model's tensors differ, InvalidValue for an unsupported model or layout, DoraError if
     Megatron is not installed.

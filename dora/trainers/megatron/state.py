@@ -31,7 +31,7 @@ def save_states(part: Part, folder: Path) -> None:
 
 
 def load_states(part: Part, folder: Path, *, values: bool) -> None:
-    """Loads the output of :func:`save_states`. ``values``: the model's weights are from this checkpoint, too.
+    """Loads the output of :func:`save_states`. With ``values``, the model's weights are from this checkpoint, too.
 
     Raises Conflict if the checkpoint was written in another layout.
     """

@@ -28,10 +28,7 @@ def parameters_of(built: Built) -> Iterator[tuple[str, torch.nn.Parameter, Rule]
 
 
 def load(built: Built, folder: Path) -> None:
-    """Fills this rank's parameters from a Hugging Face folder.
-
-    Raises InvalidValue for a missing tensor or one of another shape.
-    """
+    """Fills this rank's parameters from a Hugging Face folder. Raises InvalidValue if one is missing or misshapen."""
     files = {name: folder / file for file in weight_files(folder) for name in read_header(folder / file)}
     shape, layout = built.architecture.shape, built.place.layout
     with torch.no_grad():
@@ -53,7 +50,7 @@ def _read(files: Mapping[str, Path], name: str, folder: Path) -> torch.Tensor:
 
 
 def tensors_of(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
-    """The checkpoint's tensors that this rank writes. All ranks must iterate over it together."""
+    """Yields the checkpoint's tensors that this rank writes. All ranks must iterate over it together."""
     shape, place = built.architecture.shape, built.place
     for index, (_, parameter, rule) in enumerate(parameters_of(built)):
         if not rule.published:
@@ -67,7 +64,7 @@ def tensors_of(built: Built) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _gathered(own: torch.Tensor, rule: Rule, group: Any, writer: int) -> list[torch.Tensor]:
-    """The shards of a parameter on each rank of ``group``, at ``writer``; meaningless elsewhere."""
+    """Gathers the shards of a parameter on each rank of ``group`` at ``writer``. It is meaningless elsewhere."""
     if rule.cut == "whole" or group.size() == 1:
         return [own]
     found = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == writer else None
@@ -91,7 +88,7 @@ def write(built: Built, folder: Path, expected: Mapping[str, TensorHeader]) -> t
 
 
 def write_index(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the index that makes several files one checkpoint. ``files``: the file of each tensor."""
+    """Writes the index that makes several files one checkpoint. ``files`` has the file of each tensor."""
     headers = [header for file in set(files.values()) for header in read_header(folder / file).values()]
     index = {"metadata": {"total_size": sum(each.content_bytes for each in headers)}, "weight_map": dict(files)}
     (folder / INDEX_FILE).write_text(json.dumps(index))

@@ -47,7 +47,7 @@ class TokenBatch:
 
     @classmethod
     def of(cls, rows: Sequence[Row], logprobs: torch.Tensor, **others: Any) -> "TokenBatch":
-        """``logprobs`` (n,) with the recorded values of ``rows``, on its device and in its dtype."""
+        """Joins ``logprobs`` (n,) with the recorded values of ``rows``, on its device and in its dtype."""
         members = [row.trajectory for row in rows]
         behaviour = torch.from_numpy(np.concatenate([each.logprobs for each in members]))
         mask = torch.from_numpy(np.concatenate([each.loss_mask for each in members]))

@@ -64,7 +64,7 @@ class PolicyGradient:
         return self.kl_coefficient > 0
 
     def rows(self, group: TrajectoryGroup) -> list[Row]:
-        """The responses with a valid reward; empty for a group without a learning signal.
+        """Returns the responses with a valid reward, or none for a group without a learning signal.
 
         Overlong responses (``finish_reason`` "length") keep their reward and are trained on like any other ("keep");
         count in the others' baseline but are not trained on ("mask": *DAPO*, section 3.4, overlong filtering); or lose
@@ -88,7 +88,7 @@ class PolicyGradient:
         ]
 
     def terms(self, batch: TokenBatch) -> TokenTerms:
-        """Raises Conflict if there is a KL term and the batch has no reference logprobs."""
+        """Computes each token's loss. Raises Conflict for a KL term without reference logprobs in the batch."""
         proximal = batch.logprobs.detach() if batch.proximal is None else batch.proximal
         anchor = batch.behaviour if self.anchor == "behaviour" else proximal
         found = SURROGATES[self.surrogate](batch, anchor, Clip(self.eps_low, self.eps_high))

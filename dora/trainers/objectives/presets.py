@@ -29,7 +29,7 @@ DEFAULT: Final = "truncated"
 
 
 def objective(name: str, **settings: Any) -> PolicyGradient:
-    """The objective ``name`` of OBJECTIVES, with some of its settings changed.
+    """Returns the objective ``name`` of OBJECTIVES, with some of its settings changed.
 
     Raises InvalidValue for an unknown name or setting, and for a value that is not allowed.
     """
@@ -53,7 +53,7 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
 
 
 def objective_of(options: argparse.Namespace) -> PolicyGradient:
-    """The objective selected by the options of :func:`add_objective`. Raises as :func:`objective`."""
+    """Returns the objective selected by the options of :func:`add_objective`. Raises as :func:`objective`."""
     settings = {each.name: getattr(options, each.name) for each in fields(PolicyGradient)}
     return objective(options.objective, **{name: value for name, value in settings.items() if value is not None})
 

@@ -141,7 +141,6 @@ def _usage(turn: RunningTurn) -> dict[str, int]:
 
 
 async def _events(head: Mapping[str, Any], turn: RunningTurn) -> AsyncIterator[bytes]:
-    """Yields the events of a reply. Blocks follow each other: reasoning, text, then each call whole."""
     started = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(turn)}
     blocks: list[str] = []
     is_begun = False

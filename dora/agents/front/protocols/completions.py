@@ -68,7 +68,7 @@ def _choice(
 def _logprobs(
     model: ServedModel, requested: TurnRequest, token_ids: Sequence[int], logprobs: Sequence[float], first: int = 0
 ) -> dict[str, Any]:
-    """``first``: characters of the tokens before these."""
+    """``first`` counts the characters of the tokens before these."""
     texts = [token_text(model, requested, each) for each in token_ids]
     values = list(map(finite, logprobs))
     offsets = [first]

@@ -55,7 +55,7 @@ def token_logprobs(
 def prompt_logprobs(
     model: ServedModel, requested: TurnRequest, turn: RunningTurn
 ) -> list[dict[str, Any] | None] | None:
-    """Returns vLLM's ``prompt_logprobs`` of the prompt of a request's first choice; None: they were not asked for."""
+    """Returns vLLM's ``prompt_logprobs`` of a request's first choice, or None if they were not asked for."""
     if not requested.prompt_logprobs:
         return None
     tokens = zip(turn.prompt_token_ids[1:], turn.prompt_logprobs, strict=True)

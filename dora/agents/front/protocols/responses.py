@@ -77,7 +77,6 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translated(items: list[Any]) -> Iterator[dict[str, Any]]:
-    """Yields messages: the assistant's items that follow each other are one."""
     answer: dict[str, Any] | None = None
     for number, item in enumerate(items):
         field = f"input[{number}]"
@@ -175,7 +174,6 @@ def _items(response_id: str, reply: ChatReply) -> Iterator[dict[str, Any]]:
 
 
 async def _events(head: dict[str, Any], turn: RunningTurn) -> AsyncIterator[bytes]:
-    """Yields a response's events: text as it comes, and each item whole once the turn has ended."""
     told = _Told(str(head["id"]).removeprefix("resp_"))
     is_begun = False
     async for chunk in turn.chunks():
@@ -194,8 +192,6 @@ async def _events(head: dict[str, Any], turn: RunningTurn) -> AsyncIterator[byte
 
 
 class _Told:
-    """The events of one response. ``name`` is in the ids of its items."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._number = -1

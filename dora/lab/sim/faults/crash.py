@@ -37,7 +37,7 @@ SAME: Final = (  # restored fields that must equal the core's own if no record w
 
 
 def crash(world: UnreliableWorld, fault: Fault) -> None:
-    """Crashes the orchestrator now. ``amount``: share of the records that may be lost which it keeps."""
+    """Crashes the orchestrator now. ``amount`` is the share that it keeps of the records that may be lost."""
     world.check_replay()
     log, random = world.logged, Random(f"crash {fault.at_s} {fault.subject}")
     count = log.relied_on + round(fault.amount * (log.appended - log.relied_on))
@@ -62,8 +62,8 @@ def crash(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _members(world: UnreliableWorld, random: Random) -> list[tuple[SimWorker, float]]:
-    """The survivors, each with the delay of its return; 0: in time to be expected. The other processes are started
-    again by their launcher.
+    """Returns the survivors, each with the seconds until it returns; 0 is in time to be expected. The launcher starts
+    the other processes again.
     """
     found: list[tuple[SimWorker, float]] = []
     for worker in [*world.workers.values(), *world.pools.values()]:
@@ -105,8 +105,8 @@ def rewind(
     """Rewinds the ledger to the kept records. Returns the prompts to draw again: those on offer, and those of groups
     whose admission was lost.
 
-    ``archive``: all groups that ever existed. ``dropped``: reasons of the dropped ones. Raises Lost if a record that
-    others relied on is missing.
+    ``archive`` has all groups that ever existed, ``dropped`` the reasons of the dropped ones. Raises Lost if a record
+    that others relied on is missing.
     """
     names = {group.group_id for group in persisted.groups}
     unsaid = [group_id for group_id in ledger.groups if group_id not in names]
@@ -156,7 +156,7 @@ def rewind(
 def _sessions_again(
     ledger: SimLedger, group_id: str, group: SimGroup, persisted: PersistedState, position: int
 ) -> list[SimResponse]:
-    """A group's sessions as the kept records have them; replacements may be lost. ``position``: of the first."""
+    """Returns a group's sessions as the kept records have them, from ``position`` on; replacements may be lost."""
     again: dict[str, SimResponse] = {}
     for index in range(len(group.request_ids)):
         at = position + index

@@ -7,9 +7,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: ``kind`` occurs at ``at_s``. ``subject`` selects its target among those present; ``amount`` (0..1)
-    scales it.
-    """
+    """One fault: ``kind`` occurs at ``at_s`` to the present ``subject``, scaled by ``amount`` (0..1)."""
 
     at_s: Annotated[float, "simulated time at which it strikes"]
     kind: Annotated[str, "what happens"]

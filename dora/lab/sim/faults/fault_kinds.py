@@ -46,7 +46,7 @@ class FaultKind:
 
 
 def draw_faults(seed: int, kinds: Sequence[str], horizon_s: float, mean_count: float) -> tuple[Fault, ...]:
-    """0 to twice ``mean_count`` faults of these kinds (at least one kind) before ``horizon_s``, in order of time."""
+    """Draws 0 to twice ``mean_count`` faults of these kinds (at least one) before ``horizon_s``, in time order."""
     random = Random(f"faults {seed}")
     count = random.randint(0, round(2 * mean_count))
     chosen = random.choices(kinds, [KINDS[kind].weight for kind in kinds], k=count)
@@ -97,7 +97,6 @@ def _hang(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _stall(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """Half of the cases never end."""
     world.stall(worker, 2.0 * fault.amount * STALL_LIMIT_S if fault.subject // 64 % 2 else FOREVER_S)
 
 
@@ -106,7 +105,6 @@ def _partition(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
 
 
 def _refuse(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
-    """Makes the next 1 to 3 commands of one kind fail."""
     command, error_kind = REFUSALS[fault.subject // 64 % len(REFUSALS)]
     worker.refusals[command] = [error_kind] * (1 + int(fault.amount * 2.99))
     migrate(world, fault)

@@ -54,9 +54,7 @@ def strand(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def migrate(world: UnreliableWorld, fault: Fault) -> None:
-    """Asks for a request's move: mostly to a host of its version or to a pool if there is any, otherwise to any
-    worker.
-    """
+    """Asks for a request's move, mostly to a host of its version or to a pool, otherwise to any worker."""
     state = world.machine.state
     row = pick(sorted(row for worker in state.workers.values() for row in worker.rows), fault.subject)
     if row is None:
@@ -71,7 +69,6 @@ def migrate(world: UnreliableWorld, fault: Fault) -> None:
 
 
 def _at_phase(world: UnreliableWorld, phase: Phase, count: int, act: Callable[[Handoff], None]) -> None:
-    """Calls ``act`` the ``count``-th time that a command belongs to a handoff in ``phase``."""
     left = count
 
     def trap(command: do.WorkerCommand) -> bool:
@@ -105,7 +102,6 @@ def _if_stranded(world: UnreliableWorld, handoff: Handoff, target: SimWorker, in
 
 
 def _refuse(_world: UnreliableWorld, handoff: Handoff, target: SimWorker) -> None:
-    """The target refuses the snapshot as incomplete or, for every second row, as incompatible with its blocks."""
     target.refusals[do.CopyIn] = ["not_movable" if handoff.row % 2 else "refused"]
 
 

@@ -30,9 +30,7 @@ WORKER_REFUSALS: Final[tuple[tuple[type[do.WorkerCommand], str], ...]] = (
 
 
 def inject_into_pool(world: UnreliableWorld, fault: Fault) -> None:
-    """A worker parks some requests, and in half of the cases dies while they may be parked. Then a fault hits a
-    pool.
-    """
+    """Makes a worker park some requests, and in half of the cases die meanwhile. Then a fault hits a pool."""
     worker = pick(world.running(), fault.subject // 16)
     pool = pick([pool for _, pool in sorted(world.pools.items())], fault.subject // 8)
     if worker is None or pool is None:
@@ -83,7 +81,6 @@ def _inject(world: UnreliableWorld, fault: Fault, pool: SimPool) -> None:
 
 
 def _cancel_parked(world: UnreliableWorld, fault: Fault) -> None:
-    """Cancels the group of a parked request: a waiting one if there is any, otherwise one that is being resumed."""
     state = world.machine.state
     parked = sorted(row for pool in state.pools.values() for row in pool.rows)
     row = pick([row for row in parked if row not in state.handoffs] or parked, fault.subject // 512)

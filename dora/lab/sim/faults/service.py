@@ -69,7 +69,7 @@ _STRIDE: Final = 7919  # difference of consecutive token ids of a request
 
 
 def sampled(names: Sequence[tuple[str, int]], firsts: Column, counts: Column) -> tuple[Column, Column]:
-    """Token ids and logprobs of token spans. ``names``: the request and version of each."""
+    """Returns token ids and logprobs of token spans. ``names`` has the request and version of each."""
     origins = np.array([crc32(f"{request_id}/{version}".encode()) for request_id, version in names], np.int64)
     positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
     token_ids = ((np.repeat(origins, counts) + positions * _STRIDE) % TOKEN_IDS).astype(np.int32)
@@ -176,7 +176,6 @@ class SimService:
             self.executor.register(handlers)
 
     def _orders(self) -> Handlers:
-        """Commands to simulated workers. The service's messages are built only as a check."""
         world = self._world
         return {
             **dict.fromkeys(SENT, self._to_worker),
@@ -227,9 +226,7 @@ class SimService:
     # --------------------------------------------------------------------------------------------------------- events
 
     def taken_over(self, machine: Machine, event: on.Progress) -> None:
-        """Passes a worker's report to the buffer as columns. Tokens that the worker does not own are removed from the
-        event.
-        """
+        """Passes a worker's report to the buffer as columns. Removes tokens from it that the worker does not own."""
         names = [name for name in event.tokens if name in machine.state.rows()]
         rows = np.array([machine.state.rows()[name] for name in names], np.int64)
         owned = machine.owned(event.worker_id, event.epoch, rows)
@@ -269,7 +266,6 @@ class SimService:
             self.log.rely()
 
     def _give(self, event: on.TurnRequested) -> None:
-        """The environment's tokens reach the buffer and the journal. It may rely on the answer."""
         response = self.buffer[event.request_id]
         after, is_fork = event.after_tokens, event.is_prompt or event.after_tokens != on.NO_FORK
         first = -event.tokens if event.is_prompt else after if is_fork else len(response)
@@ -343,7 +339,7 @@ class _Feed:
         self.ledger = ledger
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """Prompts without a position in a source, as the world repeats them itself after a crash."""
+        """Returns prompts without a position in a source: the world repeats them itself after a crash."""
         await _Delay(self._world.prompts_s())
         prompts = [prompt_of(prompt) for prompt in self._world.drawn(count)]
         for prompt in prompts:
@@ -376,8 +372,6 @@ class _Filter:
 
 
 class _Trainers(Trainers):
-    """The simulated trainer, whose stream is always open."""
-
     def __init__(self, world: ServiceWorld, service: SimService, recorder: Any) -> None:
         super().__init__(service, service.buffer, service.journal, recorder)
         self._world = world
@@ -441,8 +435,6 @@ class _Stream:
 
 
 class _Stub:
-    """A stub for the recorder, storage, hosts and weight store."""
-
     def delivered(self, group: object) -> None: ...
     def cancelled(self, group: object) -> None: ...
     def withdrawn(self, version: int) -> None: ...

@@ -16,7 +16,7 @@ SHRUNK_MAX: Final = 10  # failures that are shrunk, as a core that fails everywh
 
 @dataclass(frozen=True, slots=True)
 class SweepFailure:
-    """A failed seed, shrunk. ``replay``: the command that reproduces it."""
+    """A failed seed, shrunk. ``replay`` is the command that reproduces it."""
 
     seed: Annotated[int, "of the cluster"]
     policy: Annotated[str, "the strategy"]
@@ -51,10 +51,10 @@ def sweep(
     jobs: int = 1,
     window: str = DRAWN,
 ) -> SweepReport:
-    """Runs one trial per seed and alternates the policies. ``kinds``: of faults, in the format of
-    ``fault_kinds.kinds_of``. ``window``: as in a Trial.
+    """Runs one trial per seed and alternates the policies. ``kinds`` of faults are in the format of
+    ``fault_kinds.kinds_of``, ``window`` is a Trial's.
 
-    ``progress`` receives the completed share. ``jobs``: number of processes, which does not change the report.
+    ``progress`` receives the completed share. ``jobs`` is the number of processes, which does not change the report.
     """
     trials = [Trial(seed, policies[seed % len(policies)], kinds, window=window) for seed in seeds]
     failures: list[SweepFailure] = []

@@ -32,8 +32,8 @@ QUIET_S: Final = 20.0  # after the drain, for events in transit: longer than any
 
 @dataclass(frozen=True)
 class Trial:
-    """The parameters of one trial. ``chosen``: indexes of the drawn faults that occur (None: all). ``workers`` 0: as
-    drawn. ``window``: drawn, constant, or auto.
+    """The parameters of one trial. ``chosen`` has the indexes of the drawn faults that occur (None for all).
+    ``workers`` 0 is as drawn. ``window`` is drawn, constant, or auto.
     """
 
     seed: int
@@ -92,7 +92,7 @@ class Trial:
         return self.drawn if self.chosen is None else tuple(self.drawn[index] for index in self.chosen)
 
     def run(self) -> Failure | None:
-        """Runs the trial. None: every promise was kept after every event."""
+        """Runs the trial. Returns None if every promise was kept after every event."""
         scenario = self.cluster()
         world, service_log = None, logging.getLogger("dora.service")
         was_disabled, service_log.disabled = (
@@ -157,7 +157,6 @@ class Trial:
         return WindowConfig(size="auto", min=least, max=most, look_steps=random.choice((1, 2)), rest_steps=0)
 
     def _turns(self, most: int) -> dict[str, Any]:
-        """Turns of responses. In a half of the seeds the core knows them, and tools may take long."""
         turns = SimTurns(most=most, environment_mean_s=1.0, answer_tokens=5)
         random = Random(f"sessions {self.seed}")
         if SESSION not in kinds_of(self.kinds) or random.random() < 0.5:
@@ -168,14 +167,12 @@ class Trial:
         return {"turns": turns, "sessions": True, **kinds}
 
     def _sizes(self, most: int) -> dict[str, Any]:
-        """Sizes of groups. In a third of the seeds groups start with two members, and grow if rewards differ."""
         random, sizes = Random(f"growth {self.seed}"), {"group_size": most}
         if SESSION not in kinds_of(self.kinds) or most < 3 or random.random() < SAME_SIZE:
             return sizes
         return {**sizes, "group_size_min": 2, "settled_fraction": random.choice((0.0, 0.2, 0.8))}
 
     def _pools(self) -> dict[str, Any]:
-        """Pool settings. One third of the seeds have no pool."""
         random = Random(f"pools {self.seed}")
         if POOL not in kinds_of(self.kinds):
             return {}
@@ -207,9 +204,7 @@ def _cluster(random: Random, workers: int, cost: CostConfig, pools: dict[str, An
 
 
 def conduct(world: UnreliableWorld, faults: Sequence[Fault], steps_after: int) -> None:
-    """Runs with faults. Then the trainer must complete its next steps, and then the drain must return every admitted
-    group.
-    """
+    """Runs with faults. Then the trainer must complete its next steps, and the drain return every admitted group."""
     for fault in faults:
         world.after(fault.at_s, strike, world, fault)
     world.run_until(lambda: world.now_s >= HORIZON_S)

@@ -36,7 +36,7 @@ def processes_for(trials: int) -> int:
 
 
 def outcomes(trials: Sequence[Trial], jobs: int = 1) -> Iterator[Failure | None]:
-    """The outcome of each trial, in order. ``jobs`` 1: in this process.
+    """Yields the outcome of each trial, in order. With ``jobs`` 1, it runs them in this process.
 
     Raises TrialsEnded if a process ends during a trial. The other processes are then killed, as they are when the
     caller stops early.

@@ -23,9 +23,7 @@ class UnreliableWorld(UnsteadyWorld):
     """An UnsteadyWorld whose orchestrator may crash (crash.py) while workers and pools survive."""
 
     def check_replay(self) -> None:
-        """The core is a function of its events. Raises Violation if replaying those of this incarnation gives another
-        result.
-        """
+        """Raises Violation if a replay of this incarnation's events gives another result."""
         machine = Machine(self.config)
         for now_s, event, outcome in self.log[self._began :]:
             try:
@@ -122,7 +120,6 @@ class UnreliableWorld(UnsteadyWorld):
         return replace(joined, requests=claimed)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
-        """Whether a process has a part of this response's history, or a longer one of the same turn."""
         if not response.prompt.sessions or request is None:
             return tokens >= response.tokens
         lacks_last = request.turn + 1 == response.turn and request.is_kept and not response.forked
@@ -135,9 +132,7 @@ class UnreliableWorld(UnsteadyWorld):
         self.process(worker).incarnation = self._incarnation
 
     def welcome(self, worker: SimWorker) -> None:
-        """The worker continues the requests that the core assigned to it again, reports those that ended, and removes
-        the others.
-        """
+        """The worker continues the requests that the core assigned to it again, and reports or removes the others."""
         if isinstance(worker, SimPool):
             return  # the core orders it to remove requests
         state, known = self.machine.state, self.machine.state.worker_at(worker.worker_id, worker.epoch)

@@ -89,7 +89,7 @@ class UnsteadyWorld(ServedWorld):
         return self.random.random() * self.habits.trainer_rests_most_s
 
     def _tells(self, _groups: list[SimGroup]) -> tuple[float, float]:
-        """Random signals that change an adaptive window often. It must keep every promise with any signals."""
+        """Returns random signals that change an adaptive window often. It must keep every promise with any signals."""
         return self._signals.random() * self.scenario.trainer.step_s, self._signals.choice((0.0, 0.0, 0.5))
 
     def _tick(self) -> None:
@@ -98,7 +98,6 @@ class UnsteadyWorld(ServedWorld):
         self.after(2.0 * TICK_S * self.random.random(), self._tick)
 
     def _sweep_snapshots(self) -> None:
-        """Deletes snapshots of lost workers that no handoff refers to, as the service does at each tick."""
         epochs = {worker.epoch for worker in (*self.workers.values(), *self.pools.values())}
         kept = {handoff.locator for handoff in self.machine.state.handoffs.values()}
         for locator, snapshot in list(self.snapshots.items()):
@@ -208,9 +207,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(event)
 
     def ask(self, event: on.Event, *, refused: bool = False) -> bool:
-        """Posts an event that the core may refuse (``refused``: must refuse) without a change. Returns whether it was
-        accepted.
-        """
+        """Posts an event that the core may, or if ``refused`` must, refuse unchanged. Returns whether it took it."""
         before = fingerprint(self.machine.state)
         try:
             self.post(event)
@@ -272,9 +269,7 @@ class UnsteadyWorld(ServedWorld):
             self.after(SILENCE_LIMIT_S, self.lose, worker, "silent")
 
     def partition(self, worker: SimWorker, for_s: float, to_core: bool) -> None:
-        """Silences one direction. If it lasts too long, the epoch ends, and the worker continues until it learns of
-        that.
-        """
+        """Silences one direction. If it lasts too long, the epoch ends. The worker continues until it learns that."""
         session = self.session(worker)
         wire = session.to_core if to_core else session.to_worker
         wire.silent_until_s = max(wire.silent_until_s, self.now_s + for_s)
@@ -368,7 +363,6 @@ class UnsteadyWorld(ServedWorld):
             self._replace_trainer(epoch)
 
     def _replace_trainer(self, epoch: int) -> None:
-        """Another trainer attaches, unless the stalled one has gone on. The loser's commit is refused from then on."""
         trainer = self.trainer
         if trainer.stalled and trainer.epoch == epoch:
             step = trainer.step
@@ -391,7 +385,7 @@ class UnsteadyWorld(ServedWorld):
             self.post(on.StorageChanged(""))
 
     def end_prompts(self, left: int | None) -> None:
-        """Limits the source to ``left`` more prompts. None: the service ends admission now."""
+        """Limits the source to ``left`` more prompts. If it is None, the service ends admission now."""
         self.ending = True
         if left is None:
             self.post(on.AdmissionEnded())

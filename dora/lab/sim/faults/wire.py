@@ -34,9 +34,7 @@ class Clock(Protocol):
 
 
 class Wire:
-    """One direction. Each of ``troubles`` applies to one of the next messages. No message arrives before
-    ``silent_until_s``.
-    """
+    """One direction. Each of ``troubles`` hits one of the next messages. None arrives before ``silent_until_s``."""
 
     def __init__(
         self, clock: Clock, latency_s: float, random: Random, deliver: Callable[[Any], None], broke: Callable[[], None]

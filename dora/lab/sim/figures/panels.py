@@ -46,7 +46,7 @@ class Bundle:
 
 
 def draw_groups(axes: Any, timeline: Timeline, rows: Sequence[int], scale: float) -> None:
-    """Draws one row for each worker of ``rows``. ``scale``: seconds per unit of the time axis, here and below."""
+    """Draws one row for each worker of ``rows``. ``scale`` is in seconds per unit of the time axis, here and below."""
     row_of = {worker: row for row, worker in enumerate(rows)}
     end_s = end_s_of(timeline)
     kv = _kv_by_worker(timeline, row_of)
@@ -204,7 +204,6 @@ def end_s_of(timeline: Timeline) -> float:
 
 
 def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple[list[float], list[float]]]:
-    """Times and shares of KV use of each drawn worker, at most ``POINTS_MAX`` in all."""
     series: dict[int, tuple[list[float], list[float]]] = {}
     for at_s, worker, share in timeline.kv:
         if worker in row_of:
@@ -216,7 +215,6 @@ def _kv_by_worker(timeline: Timeline, row_of: dict[int, int]) -> dict[int, tuple
 
 
 def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[float], list[float]]:
-    """KV use within a span, from its begin to its end. A sample holds until the next one."""
     times, shares = kv
     first, last = bisect_right(times, span.begin_s), bisect_left(times, span.end_s)
     before = shares[first - 1] if first else 0.0
@@ -227,7 +225,7 @@ def _stretch(kv: tuple[list[float], list[float]], span: Span) -> tuple[list[floa
 
 
 def bundled(timeline: Timeline, rows: Sequence[int]) -> list[Bundle]:
-    """Moves between drawn workers, bundled by time; the largest bundles only.
+    """Bundles moves between drawn workers by time. Keeps the largest bundles only.
 
     Bundles of one interval stand side by side around the mean time of their moves.
     """

@@ -49,9 +49,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(timeline: Timeline, report: Report, path: Path) -> None:
-    """Writes the timeline to ``path``: .png, .svg, or .html that contains the SVG. Empty timelines draw empty
-    panels.
-    """
+    """Writes the timeline to ``path``: .png, .svg, or .html that contains the SVG. Empty ones draw empty panels."""
     check_plot(path)
     suffix = path.suffix.lower()
     content = _rendered(timeline, report, "png" if suffix == ".png" else "svg")

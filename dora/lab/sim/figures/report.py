@@ -127,7 +127,7 @@ class StepSpan:
 
 @dataclass(slots=True)
 class Timeline:
-    """Collected during a run. Every list is in order of time."""
+    """Events of a run. Every list is in order of time."""
 
     spans: list[Span] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)

@@ -39,10 +39,10 @@ def preset(name: str) -> Scenario:
 
 
 def scenario_for(name: str, policy: str, window: WindowSize | None = None) -> Scenario:
-    """The preset with the split, colocation and period of ``policy``.
+    """Returns the preset with the split, colocation and period of ``policy``.
 
-    ``window``: replaces the preset's, if the policy allows a choice. Raises InvalidValue for an unknown preset and for
-    a window that the policy does not allow.
+    ``window`` replaces the preset's, if the policy allows a choice. Raises InvalidValue for an unknown preset and for a
+    window that the policy does not allow.
     """
     if name not in NAMES:
         raise InvalidValue("--preset", name, one_of(name, NAMES, listed_by=LISTED_BY))
@@ -80,11 +80,11 @@ def window_of(policy: str, default: int, requested: WindowSize | None = None) ->
 def composed(
     over: Mapping[str, Any], name: str = "", policy: str = "", window: WindowSize | None = None, *, shared: bool = False
 ) -> Scenario:
-    """The preset ``name`` with the fields of ``over`` replaced; without a name, the default cluster.
+    """Returns the preset ``name``, or the default cluster, with the fields of ``over`` replaced.
 
-    ``policy`` and ``window`` override those of ``over``. ``shared``: ``over`` applies to several policies, so some of
-    its fields may have no effect here. Raises InvalidValue for an unknown preset, a field that is unknown, invalid or
-    without effect, and an impossible cluster.
+    ``policy`` and ``window`` override those of ``over``. If ``shared``, ``over`` applies to several policies, so some
+    of its fields may have no effect here. Raises InvalidValue for an unknown preset, a field that is unknown, invalid
+    or without effect, and an impossible cluster.
     """
     policy = policy or str(value_at(over, "balance.policy") or DEFAULT_POLICY)
     requested = value_at(over, "window.size") if window is None else window

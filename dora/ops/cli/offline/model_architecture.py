@@ -57,7 +57,7 @@ class _NamedFile:
         return InvalidValue(FIELD, str(self.file), allowed)
 
     def count(self, config: Any, name: str, most: int = 1 << 31) -> int:
-        """The value of a field. Raises InvalidValue unless it is a whole number from 1 to ``most``."""
+        """Raises InvalidValue unless the field is a whole number from 1 to ``most``."""
         value = getattr(config, name, None)
         if type(value) is not int or not 1 <= value <= most:
             raise self.invalid(f"a configuration whose {name} is a whole number from 1 to {most:,}, not {value!r:.80}")
@@ -152,7 +152,7 @@ class _Measured:
         return self.heads
 
     def _experts(self) -> tuple[int, int]:
-        """The experts of a block that compute, and the parameters of others that transformers allocates for them.
+        """Counts the experts of a block that compute, and the parameters that transformers allocates for the others.
 
         LongCat-Flash's experts that do nothing have such parameters there.
         """
@@ -185,7 +185,7 @@ class _Measured:
 
 
 def _configs(tree: Mapping[str, Any], place: _NamedFile) -> tuple[Any, Any]:
-    """transformers' configurations of the model and of its text model. Raises InvalidValue for a model it lacks."""
+    """Returns the configurations of the model and of its text model. Raises InvalidValue if transformers lacks it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = tree.get("model_type")
@@ -214,7 +214,6 @@ def _configs(tree: Mapping[str, Any], place: _NamedFile) -> tuple[Any, Any]:
 
 
 def _check_layers(tree: Mapping[str, Any], place: _NamedFile) -> None:
-    """Raises InvalidValue for an impossible number of layers, of the text model or another part."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             _check_layers(value, place)
@@ -223,7 +222,6 @@ def _check_layers(tree: Mapping[str, Any], place: _NamedFile) -> None:
 
 
 def _kind_of_architecture(architectures: Any) -> str:
-    """The model_type whose language model has one of these class names; empty if there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names = architectures if isinstance(architectures, list) else []
@@ -231,7 +229,6 @@ def _kind_of_architecture(architectures: Any) -> str:
 
 
 def _module(whole: Any, config: Any, place: _NamedFile) -> Any:
-    """The model without memory for its parameters."""
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 

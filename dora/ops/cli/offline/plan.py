@@ -208,7 +208,6 @@ def _measured(points: list[str] | None, multiple: int) -> "TrainingTime | None":
 
 
 def _adjust(generation_s: float | None, training_s: float | None, engines: int, as_json: bool) -> None:
-    """Computes the workers to add from the times measured in a run (dynamic adjustment)."""
     from dora.core.forecast.adjustment import groups_to_add
     from dora.ops.view.plan import Adjustment
 

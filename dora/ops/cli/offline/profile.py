@@ -139,7 +139,6 @@ def _measure(
     clock: ClockName,
     engines: int,
 ) -> "Measurement":
-    """Times one engine in this process, or several in processes of their own, and closes them."""
     from dora.data.engine_samples import Experts, pooled
     from dora.models import experts, resolve_model
     from dora.worker.profiling import BATCHES, MIXTURE_BATCHES

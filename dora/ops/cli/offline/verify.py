@@ -77,7 +77,7 @@ def _table(folder: Path, report: "VerifyReport") -> Facts:
 
 
 def _verdict(report: "VerifyReport") -> Text:
-    """``verified`` alone is said of a record of which everything was recomputed."""
+    """Says ``verified`` only of a record of which everything was recomputed."""
     if not report.ok:
         return Text(f"{report.violations_total} violations", "bold red")
     if not report.recomputed:
@@ -88,7 +88,6 @@ def _verdict(report: "VerifyReport") -> Text:
 
 
 def _versions(versions: Sequence[int]) -> str:
-    """Formats consecutive versions as ranges: ``v0 to v3, v5``."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and version == runs[-1][-1] + 1:

@@ -24,7 +24,7 @@ Begin = Callable[[], Awaitable[list[RunningTurn]]]
 
 @dataclass(slots=True, eq=False)
 class Future:
-    """One sample. ``turns`` is empty until the window has admitted it; ``waits``: why it has not."""
+    """One sample. ``turns`` is empty until the window has admitted it; ``waits`` says why it has not."""
 
     name: str
     holder: str  # whose it is
@@ -57,7 +57,7 @@ class Future:
 
 
 class Futures:
-    """At most ``limits.futures``. One that its client does not ask for is given up, or forgotten, after
+    """At most ``limits.futures`` samples. One that its client does not ask for is given up, or forgotten, after
     ``limits.future_s``; a fetched one makes room earlier.
     """
 
@@ -66,7 +66,7 @@ class Futures:
         self._futures: dict[str, Future] = {}
 
     def begin(self, name: str, holder: str, digest: bytes, begin: Begin, *, scored: int = 0) -> Future:
-        """Begins a sample, or returns the one of the same request. ``scored``: as of the future. Raises Conflict for a
+        """Begins a sample, or returns the one of the same request. ``scored`` is the future's. Raises Conflict for a
         name that another request has, LimitExceeded.
         """
         known = self._futures.get(name)
@@ -128,7 +128,6 @@ class Futures:
 
 
 async def _sample(future: Future, begin: Begin) -> None:
-    """Samples to the end. While the window is full or the service is away, it waits."""
     try:
         while not future.turns:
             try:

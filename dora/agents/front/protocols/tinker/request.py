@@ -35,8 +35,8 @@ _PARAMETERS: Final = ("max_tokens", "seed", "stop", "temperature", "top_k", "top
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A request for a sample. ``name``: the same for its retries. ``digest``: of all that it asks.
-    ``scored``: the number of last tokens of the prompt whose logprobs are wanted.
+    """A request for a sample. Its retries have the same ``name``, and ``digest`` covers all that it asks. ``scored`` is
+    the number of last tokens of the prompt whose logprobs are wanted.
     """
 
     name: str
@@ -54,7 +54,7 @@ def is_session(session_id: str) -> bool:
 
 
 def sampler_name(session_id: str, number: int, model: str) -> str:
-    """Names a sampling session. The name says all that the front knows of it, so no front has to keep it."""
+    """Names a sampling session. The name says all that the front knows of it: no front has to keep it."""
     return f"{session_id}.{number}.{model}"
 
 
@@ -68,7 +68,7 @@ def sampler_model(sampler: str) -> str:
 
 
 def is_sample(name: str) -> bool:
-    """Returns whether a future can have been named so."""
+    """Returns whether a future can have this name."""
     sampler, _, number = name.rpartition(".")
     return is_session(sampler.partition(".")[0]) and sampler.count(".") > 1 and number.isascii() and number.isdigit()
 

@@ -68,8 +68,6 @@ async def _sweeping(app: web.Application) -> AsyncIterator[None]:
 
 
 def _final(handler: Handler) -> Handler:
-    """Returns a handler whose conflicts are refusals that the client does not repeat."""
-
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request)
@@ -84,7 +82,7 @@ async def not_offered(request: web.Request) -> web.StreamResponse:
 
 
 async def client_config(request: web.Request) -> web.StreamResponse:
-    """Tells the client's settings: how many samples it may wait for at a time."""
+    """Returns the client's settings: how many samples it may wait for at a time."""
     received = await read_request(request)
     return web.json_response({"sample_max_concurrent_requests": max(1, received.gateway.limits.in_flight // 2)})
 
@@ -100,9 +98,7 @@ async def create_session(request: web.Request) -> web.StreamResponse:
 
 
 async def create_sampling_session(request: web.Request) -> web.StreamResponse:
-    """Names a sampling session of a version that is live, or of ``policy``: each sample has the version that the window
-    gives then.
-    """
+    """Names a sampling session of a live version, or of ``policy``: then the window gives each sample's version."""
     received = await read_request(request)
     session_id, model = text_of(received.body, "session_id"), requested_model(received.body)
     if not is_session(session_id):
@@ -133,8 +129,8 @@ async def asample(request: web.Request) -> web.StreamResponse:
 
 
 async def retrieve_future(request: web.Request) -> web.StreamResponse:
-    """Waits a while for a sample. 408: ask again; 410: it has expired, or a front had it that died. Then the client
-    samples anew, so the group of the first one, which nobody drives, is withdrawn.
+    """Waits a while for a sample. 408 means ask again; 410, that it has expired, or that a front that died had it. Then
+    the client samples anew, and the group of the first sample, which nobody drives, is withdrawn.
     """
     received = await read_request(request)
     name = text_of(received.body, "request_id")
@@ -156,7 +152,7 @@ async def retrieve_future(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel_future(request: web.Request) -> web.StreamResponse:
-    """Gives a sample up; one that has ended or is not known changes nothing."""
+    """Gives a sample up. One that has ended or is not known changes nothing."""
     received = await read_request(request)
     future = request.app[FUTURES].find(text_of(received.body, "request_id"), received.call.holder)
     if future is not None:
@@ -177,7 +173,7 @@ async def session_heartbeat(request: web.Request) -> web.StreamResponse:
 
 
 async def telemetry(request: web.Request) -> web.StreamResponse:
-    """Drops what the client tells of itself."""
+    """Drops the client's reports about itself."""
     await read_body(request)
     return web.json_response({"status": "accepted"})
 

@@ -90,7 +90,7 @@ class ComparisonTree(Origin):
 
 @dataclass(frozen=True, slots=True)
 class SimulateInputs:
-    """Inputs that are equal for all policies of one command. ``options``: those that define the scenario."""
+    """Inputs that are equal for all policies of one command. ``options`` define the scenario."""
 
     steps: int
     warmup: int
