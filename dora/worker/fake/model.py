@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from dora.data.types import RequestSpec, RoutingShape
 from dora.errors import InvalidValue
-from dora.kvtransfer.snapshot import KvLayout, Pieces
+from dora.kvtransfer.snapshot import STATE, KvLayout, Pieces
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 from dora.worker.reservation import SLICE_BYTES
 
@@ -28,7 +28,7 @@ Kv = dict[str, bytearray]  # layer -> KV of all tokens, one after the other
 
 class FakeModel:
     """``mean_tokens``: mean length of responses, which is geometric. ``window_tokens``: the last tokens that the second
-    layer reads, 0 for all.
+    layer reads, 0 for all; ``STATE``: it keeps only the hash of the last token, which follows from all before it.
     """
 
     def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:
@@ -59,7 +59,8 @@ class FakeModel:
 
     def append_kv(self, kv: Kv, token_id: int) -> None:
         for name, raw in kv.items():
-            raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
+            own = self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
+            raw[len(raw) if name == LAYERS[0] or self._window_tokens != STATE else 0 :] = own
 
     def sample(
         self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool, forbidden: Container[int]
@@ -85,7 +86,7 @@ class FakeModel:
 
     def _read(self, kv: Kv) -> bytes:
         """Returns the KV that the layers read: the last sampled token has none yet."""
-        if not self._window_tokens:
+        if self._window_tokens in (0, STATE):
             return b"".join(kv.values())
         whole, windowed = (kv[name] for name in LAYERS)
         return bytes(whole + windowed[max(0, len(windowed) - (self._window_tokens - 1) * KV_BYTES) :])
