@@ -25,8 +25,8 @@ def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
 def padded_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt. Each reads
-    it if layers keep a state, which transformers does not repeat for them.
+    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt. Each
+    reads it if layers keep a state, which transformers does not repeat for them.
 
     ``routers``: those of ``module``, made to use the recorded experts; None: they choose.
     """

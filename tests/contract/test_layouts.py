@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
+from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
 from dora.weights.canary import compute_canary
 from dora.worker.vllm.device.port import EngineSettings
@@ -26,6 +27,7 @@ from tests.contract.driver import (
     SAMPLED,
     SLOTS,
     Driver,
+    Response,
     VersionFolder,
     farthest,
     make_request,
@@ -209,3 +211,54 @@ def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
         FullAttentionSpec(block_size=found, num_kv_heads=heads, head_size=size, dtype=dtype), "CPU_ATTN", "vec"
     )
     assert np.array_equal(_resized(written(found), interior, 0, 0, tokens, wanted), written(wanted))
+
+
+def test_a_fork_of_a_session_with_a_state_is_prefilled_whole(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    """The state has gone on: only a fork at the end of the last turn, which drops nothing, finds it."""
+    if kind not in STATES:
+        pytest.skip("its KV can be cut")
+    request = replace(make_request(1, GREEDY, 40, max_tokens=8), keeps=True)
+    driver.add(request)
+    driver.finish()
+    kept = engine.request("r1")
+    before = engine.load().reprefilled_tokens
+    engine.extend("r1", (5, 6), replace(GREEDY, max_tokens=8))
+    driver.responses["r1"] = Response([*kept.output_token_ids, 5, 6], [*kept.logprobs, 0.0, 0.0])
+    driver.finish()
+    assert engine.load().reprefilled_tokens == before, "a turn costs nothing twice"
+    engine.extend("r1", (7,), replace(GREEDY, max_tokens=8), after=4)
+    driver.responses["r1"] = Response([*kept.output_token_ids[:4], 7], [*kept.logprobs[:4], 0.0])
+    found = driver.finish()["r1"]
+    assert engine.load().reprefilled_tokens - before == 40 + 3
+    driver.drop("r1")
+    whole = (*request.prompt_token_ids, *kept.output_token_ids[:4], 7)
+    fork = replace(request, prompt_token_ids=whole, keeps=False)
+    alone = run(engine, [fork])["r1"]
+    assert found.token_ids[5:] == alone.token_ids
+    assert max(abs(a - b) for a, b in zip(found.logprobs[5:], alone.logprobs, strict=True)) < ROUNDING
+
+
+def test_a_snapshot_without_its_state_or_of_another_models_state_is_refused(
+    engine: VllmEngine, driver: Driver, kind: str
+) -> None:
+    if kind not in STATES:
+        pytest.skip("it has no state")
+    driver.add(make_request(1, GREEDY, 40))
+    driver.step(4)
+    engine.freeze("r1")
+    snapshot = engine.export("r1")
+    assert snapshot is not None
+    engine.remove("r1")
+    layout = snapshot.layout
+    name = next(iter(layout.windowed))
+    half = layout.backend.replace("float32", "bfloat16", 1)
+    for change, error, field in (
+        ({"blocks": {**snapshot.blocks, name: []}}, SnapshotRefused, f"blocks.{name}"),
+        ({"state_tokens": snapshot.kv_tokens - 1}, SnapshotRefused, "state_tokens"),
+        ({"layout": replace(layout, backend=half)}, LayoutMisfit, "layout.backend"),
+        ({"layout": replace(layout, windows=())}, LayoutMisfit, "layout.windows"),
+    ):
+        with pytest.raises(error) as caught:
+            engine.take_in(replace(snapshot, **change))
+        assert caught.value.field == field
+    assert not engine.has_work()
