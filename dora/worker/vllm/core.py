@@ -105,9 +105,8 @@ def names_batch_invariance(error: Exception) -> bool:
 def arguments(model: Path, settings: EngineSettings, device: Device, *, has_state: bool = False) -> EngineArgs:
     """Returns vLLM's arguments of an engine. Raises InvalidValue for a user's that is unknown or DORA's own.
 
-    ``has_state``: layers keep a state, of which vLLM's prefix cache stores copies between chunks of a prompt.
+    ``has_state``: layers keep a state, of which vLLM's prefix cache would keep several for each request.
     """
-    own = device.arguments(settings)
     known = [each.name for each in dataclasses.fields(EngineArgs)]
     check_known(settings.engine_args, known)
     check_owned(settings.engine_args, {**OWNED, **device.fixed_arguments})
@@ -125,7 +124,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device, *, has_stat
         # Nothing may be in flight between steps. With asynchronous scheduling the next step starts before this step's
         # tokens are known: a frozen request would have KV of one token too many, and its blocks would still be written.
         async_scheduling=False,
-        enable_prefix_caching=not has_state or bool(own.get("enable_chunked_prefill", True)),
+        enable_prefix_caching=not has_state,
         logprobs_mode="raw_logprobs",
         scheduler_cls=HoldingScheduler,
         kv_transfer_config=KVTransferConfig(
@@ -136,7 +135,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device, *, has_stat
         hf_overrides=_overrides(settings),
         weight_transfer_config=WeightTransferConfig(backend=mapped_weights.BACKEND),
         disable_log_stats=True,
-        **{**own, **settings.engine_args},
+        **{**device.arguments(settings), **settings.engine_args},
     )
 
 

@@ -82,8 +82,8 @@ def unmovable(kv_cache_config: Any, block_tokens: int, tensor_parallel: int, kv_
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in _specs(group.kv_cache_spec).values():
             if type(spec) is MambaSpec:
-                if spec.num_speculative_blocks:
-                    return f"kv_cache_groups[{number}] keeps several states of a request"
+                if spec.num_speculative_blocks or spec.mamba_cache_mode != "none":
+                    return f"kv_cache_groups[{number}] keeps several states of a request ({spec.mamba_cache_mode})"
                 if spec.tp_replicated or tensor_parallel > kv_heads:  # named as shards of KV heads are
                     return f"kv_cache_groups[{number}]: ranks share its state otherwise than {kv_heads} KV heads"
                 continue
