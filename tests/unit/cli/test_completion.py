@@ -35,10 +35,10 @@ def completed_in_bash(*words: str) -> list[str]:
     [
         ("dora sta", ["status"]),
         ("dora simulate pre", ["presets"]),
-        ("dora serve --model t", ["tiny", "tiny-hybrid", "tiny-moe"]),
+        ("dora serve --model t", ["tiny", "tiny-moe", "tiny-hybrid"]),
         ("dora demo --model s", ["smollm2"]),
-        ("dora prepare tiny-", ["tiny-hybrid", "tiny-moe"]),
-        ("dora profile --model ti", ["tiny", "tiny-hybrid", "tiny-moe"]),
+        ("dora prepare tiny-", ["tiny-moe", "tiny-hybrid"]),
+        ("dora profile --model ti", ["tiny", "tiny-moe", "tiny-hybrid"]),
         ("dora profile --clock c", ["cpu"]),
         ("dora serve --set window.si", ["window.size=", "window.size=2", "window.size=auto"]),
         ("dora serve --set window.m", ["window.min=", "window.max="]),
@@ -111,8 +111,8 @@ def test_bash_completes_names() -> None:
     found = completed_in_bash("dora", "serve", "--set", "window.si")
     assert found == ["window.size=", "window.size=2", "window.size=auto"]
     assert completed_in_bash("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-") == [
-        "tiny-hybrid",
         "tiny-moe",
+        "tiny-hybrid",
     ]
 
 
