@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from dora.kvtransfer.layout import body_bytes_most, check_layout
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.reslice import resharded, resliced
 from dora.kvtransfer.snapshot import STATE, Interior, KvLayout, KvSnapshot
+from dora.worker.copying.cuda_blocks import DeviceStore
+from dora.worker.vllm.blocks import BlockStore, LayerBlocks, memory_of, rows_of, span_of
 from tests.refusals import refused
 
 HEADS = 4
@@ -123,3 +126,27 @@ def test_a_snapshot_without_its_state_or_with_one_of_another_token_is_refused() 
     stateless = replace(snapshot.layout, windows=())
     with refused(SnapshotRefused, field="state_tokens", value=TOKENS):
         head_of(replace(snapshot, layout=stateless))
+
+
+def test_states_and_blocks_of_one_buffer_are_read_and_written_apart() -> None:
+    """As vLLM lays them out on CPUs and GPUs: a page of either is as large, and a state leaves the rest of its page."""
+    pages, page_bytes = 5, 64
+    buffer = torch.arange(pages * page_bytes, dtype=torch.int16).to(torch.int8)
+    state = buffer.as_strided((pages, 1, 1, 40), (page_bytes, 40, 40, 1))
+    keys = buffer.view(torch.float32).as_strided((pages, 1, 4, 4), (16, 16, 4, 1))
+    groups, raw = {"keys": 0, "state": 1}, buffer.view(torch.uint8).numpy().reshape(pages, page_bytes)
+    rows = {}
+    for name, tensor in (("keys", keys), ("state", state)):
+        span = span_of(tensor, pages)
+        layer = LayerBlocks(name, groups[name], STATE * groups[name], (0, ()), span)
+        rows[name] = [rows_of(memory_of(tensor), layer, pages)]
+    for store in (BlockStore(rows, groups), DeviceStore({"keys": keys, "state": state}, groups, pages)):
+        assert dict(store.layers) == {"keys": page_bytes, "state": 40}
+        before = raw.copy()
+        shown = {name: np.concatenate(pieces).copy() for name, pieces in store.show([[1, 2], [3]]).items()}
+        assert np.array_equal(shown["keys"], before[1:3]) and np.array_equal(shown["state"], before[3:4, :40])
+        store.write([[], [4]], {"keys": [np.zeros((0, page_bytes), np.uint8)], "state": [shown["state"] ^ 1]})
+        store.join()
+        expected = before.copy()
+        expected[4, :40] = before[3, :40] ^ 1
+        assert np.array_equal(raw, expected)
