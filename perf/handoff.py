@@ -36,7 +36,9 @@ PROMPT_TOKENS = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 960], help="context lengths")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -224,7 +224,9 @@ def show(options: argparse.Namespace, rounds: list[Round], medians: dict[str, fl
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder"
+    )
     parser.add_argument("--prompts", default="reasoning-gym:spell_backward:2,syllogism:1")
     parser.add_argument("--rounds", type=int, default=2, help="of a profile and a run")
     parser.add_argument("--profile-rounds", type=int, default=2)

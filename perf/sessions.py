@@ -191,7 +191,9 @@ def _toml(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    parser.add_argument(
+        "--model", default="tiny", help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder"
+    )
     parser.add_argument("--engine", default="vllm", choices=("vllm", "fake"))
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--pause-s", type=float, default=0.0, help="mean time between a turn and the next one")

@@ -18,7 +18,9 @@ from dora.errors import InvalidValue
 class Config(Section):
     """Everything that ``dora serve`` needs."""
 
-    model: str = Field("smollm2", min_length=1, description="smollm2, tiny, tiny-moe, or a Hugging Face folder")
+    model: str = Field(
+        "smollm2", min_length=1, description="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder"
+    )
     record: str = Field("", description="folder for delivered trajectories and published versions; empty: none")
     record_weights: str = Field(
         "all",

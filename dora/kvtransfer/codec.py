@@ -15,8 +15,9 @@ the body is cut. The closing contains the seal of its opening.
 The body is a sequence of *rounds*, each of some blocks: those of the first layer, then of the second, in the layout's
 order. A copy of a frozen request has one round. A copy that began while the request still decoded has its full blocks
 in the first rounds and the rest in the last. Layers with a window have blocks in the last round alone: those that are
-still read. The first blocks of all layers may be omitted: the *prefix*, which the target has from another request of
-the same prompt. A body travels and is checked in chunks, which the head does not describe.
+still read. So have layers that keep a state: their one block. The first blocks of all layers may be omitted: the
+*prefix*, which the target has from another request of the same prompt. A body travels and is checked in chunks, which
+the head does not describe.
 
 BLAKE3 guards against damage, not against forgery: a writer of snapshots may write any snapshot.
 """
@@ -94,6 +95,7 @@ def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = (
         "opening": _seal_of(opening.raw),
         "kv_tokens": snapshot.kv_tokens,
         "rng_draws": snapshot.rng_draws,
+        "state_tokens": snapshot.state_tokens,
         "rounds": tuple(rounds) or (count,),
         "sampling": asdict(snapshot.request.sampling),
         **turns_of(snapshot.request),
@@ -111,8 +113,8 @@ def head_of(snapshot: KvSnapshot, rounds: Sequence[int] = ()) -> bytes:
 def round_of(snapshot: KvSnapshot, first: int = 0, end: int | None = None) -> list[Part]:
     """The blocks ``first`` to ``end`` of each layer as consecutive buffers, without a copy.
 
-    The request's last block is accompanied by all blocks of the layers that have a window. Blocks that were sent ahead
-    of the snapshot are not part of it.
+    The request's last block is accompanied by all blocks of the layers that have a window or a state. Blocks that were
+    sent ahead of the snapshot are not part of it.
     """
     count = blocks_for(snapshot.kv_tokens, snapshot.layout.block_tokens)
     end, ahead = count if end is None else end, snapshot.ahead
@@ -224,7 +226,7 @@ def _snapshot(
     ahead = _ahead(layout, counts, ahead_bytes)
     blocks = _pieces(layout, counts[ahead:], bodies)
     ahead_blocks = opening.prefix + sum(rounds[:ahead])
-    return KvSnapshot(layout, request, kv_tokens, manifest["rng_draws"], blocks, ahead_blocks)
+    return KvSnapshot(layout, request, kv_tokens, manifest["rng_draws"], blocks, ahead_blocks, manifest["state_tokens"])
 
 
 def _counts(layout: KvLayout, kv_tokens: int, rounds: Sequence[int]) -> list[list[int]]:

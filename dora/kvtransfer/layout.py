@@ -1,5 +1,6 @@
 """Checks whether a snapshot fits an engine. Each refusal names the one field that differs, with both values."""
 
+import operator
 from dataclasses import fields
 from typing import Final
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.reslice import resharded
-from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import STATE, KvLayout, KvSnapshot
 
 BLOCK_TOKENS_MAX: Final = 1024  # limit for another engine's blocks, which this engine must convert
 
@@ -19,13 +20,18 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
     """The first block that a layer reads for the token after ``kv_tokens`` tokens; ``window_tokens`` 0: it reads all.
 
-    A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``).
+    A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``). A state
+    (``STATE``) lies in the block of the last token.
     """
+    if window_tokens == STATE:
+        return blocks_for(kv_tokens, block_tokens) - 1
     return max(0, kv_tokens + 1 - window_tokens) // block_tokens if window_tokens else 0
 
 
 def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = True) -> list[int]:
-    """The blocks of each layer in a round of ``blocks`` blocks. Layers with a window are in the last round alone."""
+    """The blocks of each layer in a round of ``blocks`` blocks. Layers with a window or a state are in the last round
+    alone.
+    """
     windowed, end = layout.windowed, blocks_for(kv_tokens, layout.block_tokens)
     in_window = {name: end - first_block(kv_tokens, layout.block_tokens, size) for name, size in windowed.items()}
     return [in_window[name] * is_last if name in windowed else blocks for name, _ in layout.layers]
@@ -34,7 +40,7 @@ def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = 
 def body_bytes_most(layout: KvLayout, tokens: int) -> int:
     """The maximum size of a snapshot of ``tokens`` tokens, in this engine's blocks or in others that fit it."""
     spare_tokens = BLOCK_TOKENS_MAX if _of_interiors(layout) else 0
-    return blocks_for(tokens + spare_tokens, layout.block_tokens) * layout.block_bytes
+    return blocks_for(tokens + spare_tokens, layout.block_tokens) * layout.block_bytes + layout.state_bytes
 
 
 def rng_draws(outputs: int, temperature: float) -> int:
@@ -79,7 +85,9 @@ def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
 def _of_interiors(layout: KvLayout) -> bool:
     """Whether the interiors account for every byte of the blocks of all layers."""
     made = [times * sum(outer * inner for outer, inner in strips) for times, strips in layout.interiors]
-    return bool(made) and [size for _, size in layout.layers] == [layout.block_tokens * token for token in made]
+    windows = layout.windows or (0,) * len(layout.layers)
+    times = [1 if window == STATE else layout.block_tokens for window in windows]
+    return bool(made) and [size for _, size in layout.layers] == [*map(operator.mul, times, made)]
 
 
 def check_version(found: int, loaded: int | None) -> None:
@@ -103,6 +111,10 @@ def check_consistent(snapshot: KvSnapshot) -> None:
     if snapshot.kv_tokens != kv_tokens:
         said = f"kv_tokens = {snapshot.kv_tokens}: its tokens require {kv_tokens}"
         raise SnapshotRefused(said, "kv_tokens", snapshot.kv_tokens)
+    state_tokens = kv_tokens if layout.state_bytes else 0
+    if snapshot.state_tokens != state_tokens:
+        said = f"state_tokens = {snapshot.state_tokens}: its blocks are those of {state_tokens}"
+        raise SnapshotRefused(said, "state_tokens", snapshot.state_tokens)
     draws = rng_draws(outputs, request.sampling.temperature)
     if snapshot.rng_draws != draws:
         said = f"rng_draws = {snapshot.rng_draws}: its tokens require {draws}"

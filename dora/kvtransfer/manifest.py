@@ -9,7 +9,7 @@ import numpy as np
 from dora.data.sampling import DOMAINS, LISTS
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import SnapshotRefused
-from dora.kvtransfer.snapshot import KvLayout
+from dora.kvtransfer.snapshot import STATE, KvLayout
 
 # Forms. A type: exactly that type, but an integer may stand for a number. A map: these keys and no others. [form]: a
 # list of any length. (form, ...): a list of as many values.
@@ -42,6 +42,7 @@ CLOSING: Final[Mapping[str, Any]] = {
     "opening": bytes,
     "kv_tokens": int,
     "rng_draws": int,
+    "state_tokens": int,
     "rounds": [int],
     "sampling": SAMPLING,
     **_OUTPUTS,
@@ -121,7 +122,8 @@ def opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
     )
     layout = KvLayout(**layout_fields)
     _require(
-        len(layout.windows) in (0, len(layout.layers)) and all(size >= 0 and size != 1 for size in layout.windows),
+        len(layout.windows) in (0, len(layout.layers))
+        and all(size == STATE or (size >= 0 and size != 1) for size in layout.windows),
         "head.layout.windows",
         layout.windows,
     )

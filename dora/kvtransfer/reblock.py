@@ -5,13 +5,14 @@ that packs tokens together, such as AMX, have no known token axis and fit only e
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from dora.errors import LayoutMisfit
 from dora.kvtransfer.layout import blocks_for, check_layout, first_block
 from dora.kvtransfer.reslice import resliced
-from dora.kvtransfer.snapshot import Interior, KvLayout, KvSnapshot, Pieces
+from dora.kvtransfer.snapshot import STATE, Interior, KvLayout, KvSnapshot, Pieces
 
 
 def reblocked(snapshot: KvSnapshot, layout: KvLayout) -> KvSnapshot:
@@ -31,7 +32,9 @@ def reblocked(snapshot: KvSnapshot, layout: KvLayout) -> KvSnapshot:
         return snapshot
     windows = layout.windowed
     blocks: Mapping[str, Pieces] = {
-        name: [
+        name: snapshot.blocks[name]
+        if windows.get(name) == STATE
+        else [
             _resized(
                 np.concatenate([*snapshot.blocks[name]]),
                 interior,
@@ -43,7 +46,7 @@ def reblocked(snapshot: KvSnapshot, layout: KvLayout) -> KvSnapshot:
         ]
         for (name, _), interior in zip(layout.layers, layout.interiors, strict=True)
     }
-    return KvSnapshot(layout, snapshot.request, snapshot.kv_tokens, snapshot.rng_draws, blocks)
+    return replace(snapshot, layout=layout, blocks=blocks)
 
 
 def _resized(

@@ -3,8 +3,8 @@
 Tensor parallelism gives each rank some of a layer's KV heads (vLLM's ``QKVParallelLinear``), so a layer consists of
 *shards*: ``n@0``, ``n@1``, ... of equal size. If the heads of a block are consecutive, other shards are made by cutting
 and joining blocks between heads. Bytes are moved, none are computed, and neither the interior of a head nor the block
-size matters. Pipeline stages need no conversion: each layer is whole in one of them. KV that is the same on all ranks,
-as with MLA, is one shard regardless of their number.
+size matters. A state is cut between its heads likewise, strip by strip. Pipeline stages need no conversion: each layer
+is whole in one of them. KV that is the same on all ranks, as with MLA, is one shard regardless of their number.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from dora.errors import LayoutMisfit, SnapshotRefused
-from dora.kvtransfer.snapshot import UNKNOWN, Interior, KvLayout, KvSnapshot, Pieces
+from dora.kvtransfer.snapshot import STATE, UNKNOWN, Interior, KvLayout, KvSnapshot, Pieces
 
 SHARDS_MAX: Final = 1024
 
@@ -30,6 +30,10 @@ class _Whole:
     def heads(self) -> int:
         """Consecutive heads of a block; 0: unknown."""
         return self.interior[0]
+
+    @property
+    def is_state(self) -> bool:
+        return self.window == STATE
 
 
 def shard_name(layer: str, shard: int, shards: int) -> str:
@@ -82,6 +86,10 @@ def resliced(snapshot: KvSnapshot, shards: int) -> KvSnapshot:
     blocks: dict[str, Pieces] = {}
     for name, whole in _wholes(found).items():
         held = [snapshot.blocks[shard_name(name, shard, found.shards)] for shard in range(found.shards)]
+        if whole.is_state:
+            for shard, state in enumerate(_states(held, whole.interior, shards)):
+                blocks[shard_name(name, shard, shards)] = [state]
+            continue
         size = whole.block_bytes // shards
         for shard in range(shards):
             blocks[shard_name(name, shard, shards)] = _cut(held, shard * size, (shard + 1) * size)
@@ -98,6 +106,21 @@ def _cut(held: list[Pieces], begin: int, end: int) -> Pieces:
     if len(parts) == 1:
         return parts[0]
     return [np.concatenate([np.concatenate(part) for part in parts], axis=1)]
+
+
+def _states(held: list[Pieces], interior: Interior, shards: int) -> list[np.ndarray]:
+    """One state in this number of shards. In each shard, a strip has the shard's heads alone."""
+    heads, strips = interior
+    kept: list[list[np.ndarray]] = [[] for _ in range(shards)]
+    rows = [np.concatenate([np.asarray(piece) for piece in pieces]).reshape(-1) for pieces in held]
+    at = 0
+    for outer, inner in strips:
+        size = outer * heads * inner // len(held)
+        parts = [row[at : at + size].reshape(outer, -1) for row in rows]
+        for own, part in zip(kept, np.split(np.concatenate(parts, axis=1), shards, axis=1), strict=True):
+            own.append(part.reshape(-1))
+        at += size
+    return [np.concatenate(own)[None] for own in kept]
 
 
 def _wholes(layout: KvLayout) -> dict[str, _Whole]:

@@ -15,7 +15,9 @@ from blake3 import blake3
 from dora.data.types import RequestSpec
 from dora.kvtransfer.device import OnDevice
 
-SCHEMA = 7
+SCHEMA = 8
+
+STATE: Final = -1  # as the window of a layer: it keeps one state instead of KV of its tokens
 
 # Each uint8 of shape (blocks, bytes per block), in the order of the blocks; contiguous, unless cut by ``reslice``.
 Pieces = Sequence[np.ndarray] | Sequence[np.ndarray | OnDevice]
@@ -23,7 +25,8 @@ Pieces = Sequence[np.ndarray] | Sequence[np.ndarray | OnDevice]
 SegmentId = tuple[int, int]
 # The interior of one layer's block: the number of rows (usually one per KV head), and the strips of each row. A strip
 # of (outer, inner) is an array of shape (outer, tokens of the block, inner bytes). Without strips the contents of a row
-# are unknown; with 0 rows their number is unknown too.
+# are unknown; with 0 rows their number is unknown too. Of a state (``STATE``): the number of heads, and strips of which
+# each is an array of shape (outer, heads, inner bytes).
 Interior = tuple[int, tuple[tuple[int, int], ...]]
 UNKNOWN: Final[Interior] = (0, ())
 
@@ -49,7 +52,9 @@ class KvLayout:
     block_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
     shards: int = 1  # per layer, named by ``reslice``: tensor parallelism splits its KV heads into these
-    windows: tuple[int, ...] = ()  # per layer: how many last tokens it reads, 0 for all; empty: all layers read all
+    # per layer: how many last tokens it reads, 0 for all, STATE: none, but the state that it made of them; empty: all
+    # layers read all
+    windows: tuple[int, ...] = ()
     interiors: tuple[Interior, ...] = ()  # per layer; empty: all are UNKNOWN, and move whole or not at all
 
     @property
@@ -59,13 +64,20 @@ class KvLayout:
 
     @property
     def windowed(self) -> dict[str, int]:
-        """The layers that read only the last tokens, and how many."""
+        """The layers that read only the last tokens, and how many, or a state (``STATE``)."""
         named = zip(self.layers, self.windows, strict=bool(self.windows))
         return {name: window for (name, _), window in named if window}
 
     @property
     def block_bytes(self) -> int:
-        return sum(size for _, size in self.layers)
+        """Bytes of one block of all layers, without those that keep a state."""
+        return sum(size for _, size in self.layers) - self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state in all layers that keep one."""
+        windowed = self.windowed
+        return sum(size for name, size in self.layers if windowed.get(name) == STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +88,10 @@ class KvSnapshot:
     number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet. If the
     request was extended and has not sampled since, its last environment tokens have none either.
     ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to join them: from the first
-    one that the layer still reads (``layout.first_block``) to the last, which may be partly filled. An engine's own
-    snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has
-    them already.
+    one that the layer still reads (``layout.first_block``) to the last, which may be partly filled; a state is a block.
+    An engine's own snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included:
+    the target has them already. ``state_tokens``: the tokens that the states were made of, as their engine counts them;
+    0 for a model without.
     """
 
     layout: KvLayout
@@ -87,6 +100,7 @@ class KvSnapshot:
     rng_draws: int
     blocks: Mapping[str, Pieces]
     ahead: int = 0
+    state_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,8 @@ class FullBlocks:
     """Full blocks of a decoding request that are followed by a later block, and so do not change.
 
     They are valid for one *segment* of the request, its time in a slot: after a preemption it has other blocks. Layers
-    with a window have none, as the engine reclaims their blocks while the request decodes.
+    with a window have none, as the engine reclaims their blocks while the request decodes, nor have those with a state,
+    which every step changes.
     """
 
     segment: SegmentId

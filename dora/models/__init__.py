@@ -1,4 +1,4 @@
-"""Models by name: ``smollm2``, ``tiny``, ``tiny-moe``, or any Hugging Face folder."""
+"""Models by name: ``smollm2``, ``tiny``, ``tiny-moe``, ``tiny-hybrid``, or any Hugging Face folder."""
 
 import os
 import tempfile
@@ -25,7 +25,7 @@ CONTEXT_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
-_TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe"}
+_TINY_KINDS: dict[str, tiny.TinyKind] = {"tiny": "dense", "tiny-moe": "moe", "tiny-hybrid": "hybrid"}
 NAMES = ("smollm2", *_TINY_KINDS)  # models that can be made from installed packages
 
 

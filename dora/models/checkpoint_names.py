@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _EXPERT_NAMES = {
     "qwen2_moe": ("gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ("gate_proj", "up_proj", "down_proj"),
     "deepseek_v2": ("gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
     "glm4_moe": ("gate_proj", "up_proj", "down_proj"),

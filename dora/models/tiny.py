@@ -2,9 +2,12 @@
 
 They have the architectures of real families at the smallest size that the CPU engine supports: heads of 64, fp32.
 ``dense`` is Qwen3, ``moe`` Qwen3-MoE, ``mla`` DeepSeek-V2 (latent attention; on CPU only with 512 latent values and 64
-rotary ones), and ``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all).
+rotary ones), and ``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all). In three kinds
+one layer reads all tokens and the others keep a state: ``hybrid`` is Qwen3-Next (gated delta nets, and experts),
+``mamba`` Granite 4 (Mamba-2), and ``conv`` LFM2 (short convolutions).
 """
 
+import copy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,7 +15,7 @@ from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, write_tokenizer
 
-TinyKind = Literal["dense", "moe", "mla", "window"]
+TinyKind = Literal["dense", "moe", "mla", "window", "hybrid", "mamba", "conv"]
 WINDOW_TOKENS = 64
 RECIPE = 1  # increase it with any change of the written files
 CONTEXT_TOKENS = 512
@@ -66,9 +69,10 @@ _MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
-_EXPERTS: dict[TinyKind, str] = {"moe": "num_experts", "mla": "n_routed_experts"}
+_EXPERTS: dict[TinyKind, str] = {"moe": "num_experts", "mla": "n_routed_experts", "hybrid": "num_experts"}
+_ANY_LAYERS = {name: value for name, value in _COMMON.items() if name != "use_sliding_window"}
 _WINDOW = {
-    **{name: value for name, value in _COMMON.items() if name != "use_sliding_window"},
+    **_ANY_LAYERS,
     "tie_word_embeddings": True,
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -78,6 +82,42 @@ _WINDOW = {
     "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
     },
+}
+_HYBRID = {
+    **{name: value for name, value in _MOE.items() if name != "use_sliding_window"},
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+}
+_MAMBA = {
+    **_ANY_LAYERS,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 256,
+    "attention_multiplier": 0.125,
+    "position_embedding_type": "rope",
+    "mamba_expand": 1,
+    "mamba_n_heads": 2,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_head": 64,
+}
+_CONV = {
+    **_ANY_LAYERS,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+    "conv_dim": 128,
+    "block_dim": 128,
+    "norm_eps": 1e-6,
 }
 
 
@@ -124,8 +164,11 @@ def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int, changed: dict
         DeepseekV2Config,
         Gemma3TextConfig,
         GenerationConfig,
+        GraniteMoeHybridConfig,
+        Lfm2Config,
         Qwen3Config,
         Qwen3MoeConfig,
+        Qwen3NextConfig,
     )
 
     from dora.models.checkpoint_names import to_checkpoint
@@ -135,10 +178,15 @@ def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int, changed: dict
         "moe": (Qwen3MoeConfig, _MOE),
         "mla": (DeepseekV2Config, _MLA),
         "window": (Gemma3TextConfig, _WINDOW),
+        "hybrid": (Qwen3NextConfig, _HYBRID),
+        "mamba": (GraniteMoeHybridConfig, _MAMBA),
+        "conv": (Lfm2Config, _CONV),
     }
     config_class, values = made[kind]
     heads = {"num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
-    config = config_class(**{**heads, **values, **changed})
+    config = config_class(
+        **copy.deepcopy({**heads, **values, **changed})
+    )  # a config completes the maps that it is given
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

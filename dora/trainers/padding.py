@@ -10,6 +10,7 @@ import torch
 from dora.data.trajectory import Trajectory
 from dora.trainers.batches import by_group
 from dora.trainers.objectives.batch import Row
+from dora.trainers.packing import LAYERS
 from dora.trainers.router_replay import OWN, RouterReplay, rows_of
 
 
@@ -24,10 +25,13 @@ def padded_batches(rows: Sequence[Row], tokens_max: int) -> list[list[Row]]:
 def padded_logprobs(
     module: Any, trajectories: Sequence[Trajectory], routers: RouterReplay | None = None
 ) -> torch.Tensor:
-    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt.
+    """(n,): the raw model's log probability of every response token, row after row; the rows share one prompt. Each
+    reads it if layers keep a state, which transformers does not repeat for them.
 
     ``routers``, those of ``module``, use the recorded experts. If None, they choose.
     """
+    if {*(getattr(module.config, "layer_types", None) or ())} - LAYERS:
+        return whole_row_logprobs(module, trajectories, routers)
     padded = response_logprobs(module, trajectories, routers)
     return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])
 

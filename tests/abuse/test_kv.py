@@ -4,13 +4,15 @@ A part of what ``python -m tests.abuse.kv`` tries.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dora.models.tiny import make_tiny
-from tests.abuse.kv import changed_heads, heads, lies, peers, segments, stream
+from dora.worker.fake.engine import FakeEngine
+from tests.abuse.kv import changed_heads, heads, lies, mill, peers, segments, stream
 from tests.abuse.kv.room import Room
 from tests.sweeps import counts_of
 
@@ -34,9 +36,10 @@ def is_fine(room: Room, kinds: int) -> None:
     assert room.controls and room.compared
 
 
+@pytest.mark.parametrize("engines", [mill.an_engine, mill.an_engine_with_state], ids=["blocks", "state"])
 @pytest.mark.parametrize("count", counts_of(150, 1500))
-def test_no_changed_head_is_taken_in(model: Path, count: int) -> None:
-    is_fine(heads.stormed(model, count, SEED), len(changed_heads.CHANGES))
+def test_no_changed_head_is_taken_in(model: Path, count: int, engines: Callable[[Path], FakeEngine]) -> None:
+    is_fine(heads.stormed(model, count, SEED, engines), len(changed_heads.CHANGES))
 
 
 @pytest.mark.parametrize("count", counts_of(150, 500))

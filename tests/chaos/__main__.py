@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--minutes", type=float, help="a soak in place of that: a fault a minute, for so long")
     parser.add_argument("--engine", choices=("fake", "vllm"), default="fake")
+    parser.add_argument("--model", choices=("tiny", "tiny-hybrid"), default="tiny", help="(%(default)s)")
     parser.add_argument("--workers", type=int, default=3, help="on the service's host (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each worker, which are killed too (%(default)s)")
     parser.add_argument("--groups-per-step", type=int, default=6, help="(%(default)s)")
@@ -63,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         setting = Setting(
-            model=make_tiny("dense", Path(scratch) / "model", kv_heads=2),
+            model=make_tiny(
+                "hybrid" if options.model == "tiny-hybrid" else "dense", Path(scratch) / "model", kv_heads=2
+            ),
             folder=out,
             engine=options.engine,
             rows=long_rows(1000, options.seed, options.sessions),

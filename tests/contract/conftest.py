@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.models.tiny import make_tiny
+from dora.models.tiny import TinyKind, make_tiny
 from dora.ops.doctor.late import LateCpu
 from dora.worker.copying import cuda_blocks, rank_stores
 from dora.worker.engine import RolloutEngine
@@ -23,7 +23,10 @@ from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver
 from tests.streams import LateStreams
 
 OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
-KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe")
+# Files whose tests are not of models with a state: no KV of theirs is cut, shared or written before its request.
+OF_BLOCKS = ("test_engine_forks.py", "test_precopy.py", "test_shared_prefix.py", "test_written_ahead.py")
+KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe", "vllm-hybrid")
+MODELS: dict[str, TinyKind] = {"fake": "dense", "dense": "dense", "v2": "dense", "moe": "moe", "hybrid": "hybrid"}
 
 
 def make_engine(kind: str, model: Path) -> RolloutEngine:
@@ -56,7 +59,7 @@ class Engines:
 
     def version(self, kind: str, version: int) -> Path:
         """The weights of a version of this kind's tiny model: another seed for each."""
-        return make_tiny("moe" if kind.endswith("-moe") else "dense", self._folder / kind / f"v{version}", seed=version)
+        return make_tiny(MODELS[kind.rpartition("-")[2]], self._folder / kind / f"v{version}", seed=version)
 
     def of(self, kind: str) -> RolloutEngine:
         if self._engine is None or kind != self._kind:
@@ -86,10 +89,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     ``make test`` has most of them with a dense model alone.
     """
+    items[:] = [item for item in items if group_of(item) != "vllm-hybrid" or item.path.name not in OF_BLOCKS]
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-            if group == "vllm-moe" and item.path.name not in OF_MIXTURES:
+            if group in ("vllm-moe", "vllm-hybrid") and item.path.name not in OF_MIXTURES:
                 item.add_marker(pytest.mark.full)
     items.sort(key=lambda item: (not group_of(item), group_of(item)))
 

@@ -147,6 +147,10 @@ class Driver:
             if self.engine.load().waiting:  # no room for one more
                 self.drop(f"filler{index}")
                 self._fill(index, FILLER_TOKENS // 5)
+                if self.engine.load().waiting:  # nor for a small one, as each has a state
+                    self.drop(f"filler{index}", f"filler{index - 1}")
+                    for small in (index - 1, index):
+                        self._fill(small, FILLER_TOKENS // 5)
                 break
         self.add(request)
         self.step()

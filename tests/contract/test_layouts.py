@@ -1,4 +1,6 @@
-"""Models whose KV is not one list of alike blocks: latent attention, and layers that read the last tokens alone."""
+"""Models whose KV is not one list of alike blocks: latent attention, layers that read the last tokens alone, and layers
+that keep a state.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dora.data.types import RequestSpec
 from dora.engine_patches.patch import PatchFailed
+from dora.errors import LayoutMisfit, SnapshotRefused
 from dora.models.tiny import WINDOW_TOKENS, make_tiny
 from dora.weights.canary import compute_canary
 from dora.worker.vllm.device.port import EngineSettings
@@ -24,6 +27,7 @@ from tests.contract.driver import (
     SAMPLED,
     SLOTS,
     Driver,
+    Response,
     VersionFolder,
     farthest,
     make_request,
@@ -34,7 +38,14 @@ from tests.refusals import refused
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
 LONG = 120  # prompt tokens: beyond the window from the start
-KINDS = {"vllm-mla": "mla", "vllm-window": "window"}
+KINDS = {
+    "vllm-mla": "mla",
+    "vllm-window": "window",
+    "vllm-hybrid": "hybrid",
+    "vllm-mamba": "mamba",
+    "vllm-conv": "conv",
+}
+STATES = ("vllm-hybrid", "vllm-mamba", "vllm-conv")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,6 +85,8 @@ def test_a_moved_request_equals_an_unmoved_one_bitwise(
     for request in requests:
         driver.add(request)
     driver.step(at_step)
+    while not all(response.token_ids for response in driver.responses.values()):  # a step has room for two prompts
+        driver.step()
     snapshots = [driver.take_out(request.request_id) for request in requests]
     assert engine.load().kv_used_tokens == 0
     for snapshot in reversed(snapshots):
@@ -100,14 +113,16 @@ def test_only_what_a_window_still_covers_is_sent(engine: VllmEngine, driver: Dri
     layout, windowed = snapshot.layout, snapshot.layout.windowed
     counts = {name: sum(map(len, pieces)) for name, pieces in snapshot.blocks.items()}
     whole = -(-snapshot.kv_tokens // layout.block_tokens)
-    assert len(windowed) == (2 if kind == "vllm-window" else 0)
+    assert len(windowed) == (0 if kind == "vllm-mla" else 2)
+    most = 1 if kind in STATES else WINDOW_TOKENS // layout.block_tokens + 1
     for name, count in counts.items():
-        assert count == whole if name not in windowed else count <= WINDOW_TOKENS // layout.block_tokens + 1
+        assert count == whole if name not in windowed else count <= most
         assert all(np.any(block) for piece in snapshot.blocks[name] for block in piece), "no null block"
 
 
 def test_as_many_tokens_fit_as_were_asked_for(engine: VllmEngine, driver: Driver) -> None:
-    assert engine.capability.kv_tokens == KV_TOKENS
+    block_tokens = engine.capability.block_tokens
+    assert engine.capability.kv_tokens == KV_TOKENS // block_tokens * block_tokens
     for index in range(SLOTS):
         driver.add(make_request(index, GREEDY, 100, max_tokens=20))
     driver.step(10)
@@ -169,7 +184,7 @@ def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from dora.kvtransfer.reblock import _resized
-    from dora.worker.vllm.groups import interior_of
+    from dora.worker.vllm.groups import interior_in_memory
 
     tokens, heads, size = 150, 2, 64
     generator = torch.Generator().manual_seed(1)
@@ -192,7 +207,58 @@ def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
         )
         return cache.view(blocks, -1).view(torch.uint8).numpy()
 
-    interior = interior_of(
+    interior = interior_in_memory(
         FullAttentionSpec(block_size=found, num_kv_heads=heads, head_size=size, dtype=dtype), "CPU_ATTN", "vec"
     )
     assert np.array_equal(_resized(written(found), interior, 0, 0, tokens, wanted), written(wanted))
+
+
+def test_a_fork_of_a_session_with_a_state_is_prefilled_whole(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    """The state has gone on: only a fork at the end of the last turn, which drops nothing, finds it."""
+    if kind not in STATES:
+        pytest.skip("its KV can be cut")
+    request = replace(make_request(1, GREEDY, 40, max_tokens=8), keeps=True)
+    driver.add(request)
+    driver.finish()
+    kept = engine.request("r1")
+    before = engine.load().reprefilled_tokens
+    engine.extend("r1", (5, 6), replace(GREEDY, max_tokens=8))
+    driver.responses["r1"] = Response([*kept.output_token_ids, 5, 6], [*kept.logprobs, 0.0, 0.0])
+    driver.finish()
+    assert engine.load().reprefilled_tokens == before, "a turn costs nothing twice"
+    engine.extend("r1", (7,), replace(GREEDY, max_tokens=8), after=4)
+    driver.responses["r1"] = Response([*kept.output_token_ids[:4], 7], [*kept.logprobs[:4], 0.0])
+    found = driver.finish()["r1"]
+    assert engine.load().reprefilled_tokens - before == 40 + 3
+    driver.drop("r1")
+    whole = (*request.prompt_token_ids, *kept.output_token_ids[:4], 7)
+    fork = replace(request, prompt_token_ids=whole, keeps=False)
+    alone = run(engine, [fork])["r1"]
+    assert found.token_ids[5:] == alone.token_ids
+    assert max(abs(a - b) for a, b in zip(found.logprobs[5:], alone.logprobs, strict=True)) < ROUNDING
+
+
+def test_a_snapshot_without_its_state_or_of_another_models_state_is_refused(
+    engine: VllmEngine, driver: Driver, kind: str
+) -> None:
+    if kind not in STATES:
+        pytest.skip("it has no state")
+    driver.add(make_request(1, GREEDY, 40))
+    driver.step(4)
+    engine.freeze("r1")
+    snapshot = engine.export("r1")
+    assert snapshot is not None
+    engine.remove("r1")
+    layout = snapshot.layout
+    name = next(iter(layout.windowed))
+    half = layout.backend.replace("float32", "bfloat16", 1)
+    for change, error, field in (
+        ({"blocks": {**snapshot.blocks, name: []}}, SnapshotRefused, f"blocks.{name}"),
+        ({"state_tokens": snapshot.kv_tokens - 1}, SnapshotRefused, "state_tokens"),
+        ({"layout": replace(layout, backend=half)}, LayoutMisfit, "layout.backend"),
+        ({"layout": replace(layout, windows=())}, LayoutMisfit, "layout.windows"),
+    ):
+        with pytest.raises(error) as caught:
+            engine.take_in(replace(snapshot, **change))
+        assert caught.value.field == field
+    assert not engine.has_work()

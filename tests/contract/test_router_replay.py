@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dora.data.types import RequestSpec, RoutingShape
 from dora.models import routing
-from dora.models.tiny import make_tiny
+from dora.models.tiny import TinyKind, make_tiny
 from dora.worker.engine import RolloutEngine
 from dora.worker.fake.engine import FakeEngine
 from tests.contract.driver import (
@@ -38,7 +38,8 @@ from tests.contract.test_worker_handoff import peer_of
 
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
-KINDS = ("fake", "vllm-moe", pytest.param("vllm-mla", marks=pytest.mark.full))
+MODELS: dict[str, TinyKind] = {"fake": "moe", "vllm-moe": "moe", "vllm-mla": "mla", "vllm-hybrid": "hybrid"}
+KINDS = [pytest.param(kind, marks=[pytest.mark.full] * (model != "moe")) for kind, model in MODELS.items()]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -48,7 +49,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("mla" if kind == "vllm-mla" else "moe", tmp_path_factory.mktemp(kind) / "v1", seed=1)
+    return make_tiny(MODELS[kind], tmp_path_factory.mktemp(kind) / "v1", seed=1)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.rpc import dora_pb2 as pb
-from tests.stress.load import GROUP_SIZE, MODELS, model_in, write_prompts
+from tests.stress.load import BOTH, GROUP_SIZE, MODELS, model_in, write_prompts
 from tests.stress.report import SUMMED, model_report, not_killed, whole_report
 from tests.stress.run import Seen, Stress, driven
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--trajectories takes {GROUP_SIZE} or more, --groups-per-step 1 or more")
     if not 0.0 <= options.sessions <= 1.0:
         parser.error("--sessions takes a share from 0 to 1")
-    names = tuple(MODELS) if options.model == "both" else (options.model,)
+    names = BOTH if options.model == "both" else (options.model,)
     groups = -(-options.trajectories // GROUP_SIZE)
     os.environ["OMP_NUM_THREADS"] = "1"  # of torch, which checks the logprobs beside a service that has all cores
     models = {name: stressed(name, groups, options) for name in names}

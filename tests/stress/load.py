@@ -14,7 +14,9 @@ from tests.tools import as_sessions
 MODELS: Final[dict[str, tuple[TinyKind, tuple[int, int]]]] = {
     "qwen3-moe": ("moe", (64, 8)),
     "deepseek-v2": ("mla", (64, 6)),
+    "tiny-hybrid": ("hybrid", (64, 8)),
 }
+BOTH: Final = ("qwen3-moe", "deepseek-v2")
 REWARD: Final = f"{tiny.__name__}:score"
 GROUP_SIZE: Final = 4
 LONGEST_TOKENS: Final = 400

@@ -182,7 +182,7 @@ def test_a_process_of_its_own_prepares_a_model(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()) == resolve_model("tiny", tmp_path)
     refused = subprocess.run([*command, "absent", str(tmp_path)], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert refused.stderr.splitlines() == ["one of smollm2, tiny, tiny-moe, or a folder with config.json"]
+    assert refused.stderr.splitlines() == ["one of smollm2, tiny, tiny-moe, tiny-hybrid, or a folder with config.json"]
 
 
 @pytest.mark.e2e

@@ -1,7 +1,8 @@
-"""Corrects rotary positions of interleaved pairs (DeepSeek's models), which vLLM's CPU kernel applies to one head only.
+"""Corrects rotary positions that vLLM's CPU kernel applies to one head only: those of interleaved pairs (DeepSeek's
+models), and of heads that have an axis of their own (LFM2).
 
 With vLLM's kernel the logprobs are wrong and depend on the other requests of the batch, without an error. This patch
-makes layers of that style use vLLM's own arithmetic in PyTorch.
+makes such layers use vLLM's own arithmetic in PyTorch.
 """
 
 from typing import Any, Final
@@ -21,7 +22,8 @@ _kernel: Final = RotaryEmbedding.forward_cpu
 def _forward_cpu(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> Any:
-    return (_kernel if self.is_neox_style else RotaryEmbedding.forward_native)(self, positions, query, key)
+    is_fit = self.is_neox_style and query.dim() == 2
+    return (_kernel if is_fit else RotaryEmbedding.forward_native)(self, positions, query, key)
 
 
 def _apply() -> None:
@@ -32,7 +34,7 @@ def _apply() -> None:
 def _verify(runner: Any) -> None:
     """Rotates two heads that are slices of a wider array, as the models pass them."""
     for module in runner.get_model().modules():
-        if isinstance(module, RotaryEmbedding) and not module.is_neox_style:
+        if isinstance(module, RotaryEmbedding):
             wide = torch.randn(3, 2, module.head_size + 8, generator=torch.Generator().manual_seed(1))
             heads = wide.to(module.cos_sin_cache.dtype)[..., 8:]
             positions = torch.arange(1, 4)
@@ -47,7 +49,7 @@ def _verify(runner: Any) -> None:
 PATCH = Patch(
     name=NAME,
     vllm_range=">=0.32,<0.33",
-    reason="on CPU vLLM turns interleaved pairs of one head alone",
+    reason="on CPU vLLM turns interleaved pairs, and heads with an axis of their own, of one head alone",
     apply=_apply,
     verify=_verify,
     after_reload=nothing,

@@ -3,7 +3,15 @@
 from typing import Final
 
 from dora.engine_patches import mapped_weights
-from dora.engine_patches.cpu import exact_resume, interleaved_rope, moe_experts, quantised_scales, tied_head
+from dora.engine_patches.cpu import (
+    delta_net,
+    elementwise,
+    exact_resume,
+    interleaved_rope,
+    moe_experts,
+    quantised_scales,
+    tied_head,
+)
 from dora.engine_patches.patch import Patch
 
 PATCHES: Final[tuple[Patch, ...]] = (
@@ -13,4 +21,6 @@ PATCHES: Final[tuple[Patch, ...]] = (
     interleaved_rope.PATCH,
     mapped_weights.PATCH,
     quantised_scales.PATCH,
+    delta_net.PATCH,
+    elementwise.PATCH,
 )

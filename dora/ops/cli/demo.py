@@ -27,7 +27,8 @@ def demo(
     model: Annotated[
         str,
         typer.Option(
-            autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or the path of a Hugging Face folder."
+            autocompletion=completion.models,
+            help="smollm2, tiny, tiny-moe, tiny-hybrid, or the path of a Hugging Face folder.",
         ),
     ] = "smollm2",
     agent: Annotated[

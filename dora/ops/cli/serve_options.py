@@ -16,7 +16,8 @@ WindowOption = Annotated[
 ]
 WorkersOption = Annotated[int | None, Option(help="Number of rollout workers to start (workers.count).")]
 ModelOption = Annotated[
-    str | None, Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")
+    str | None,
+    Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder."),
 ]
 PromptsOption = Annotated[
     str | None,

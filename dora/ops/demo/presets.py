@@ -71,6 +71,7 @@ PRESETS: dict[str, DemoPreset] = {
     ),
     "tiny": TINY,
     "tiny-moe": TINY,
+    "tiny-hybrid": TINY,
 }
 
 _TINY_AGENT = replace(
@@ -80,6 +81,7 @@ AGENT_PRESETS: dict[str, DemoPreset] = {
     "smollm2": replace(PRESETS["smollm2"], max_tokens=40, steps=8, environment="dora.ops.demo.agent_tasks:Checked"),
     "tiny": _TINY_AGENT,
     "tiny-moe": _TINY_AGENT,
+    "tiny-hybrid": _TINY_AGENT,
 }
 
 

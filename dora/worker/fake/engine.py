@@ -21,7 +21,7 @@ from dora.data.types import (
 )
 from dora.errors import Conflict, InvalidValue
 from dora.kvtransfer.layout import blocks_for, rng_draws
-from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
+from dora.kvtransfer.snapshot import STATE, FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.models import routing
 from dora.weights.canary_bounds import CanaryBound
 from dora.weights.reference import read_reference
@@ -40,8 +40,8 @@ class FakeEngine(BaseEngine[FakeRequest]):
 
     ``mean_tokens``: mean length of responses, which is geometric. ``model``: a Hugging Face folder that defines the
     tensors of every version and the vocabulary; None accepts any weights with a vocabulary of ``vocab_size``.
-    ``window_tokens``: the last tokens that the second layer reads, 0 for all. ``router_replay``: tokens carry routed
-    experts, shaped by the model's config or ``ROUTING``.
+    ``window_tokens``: the last tokens that the second layer reads, 0 for all, ``STATE``: none, it keeps a state.
+    ``router_replay``: tokens carry routed experts, shaped by the model's config or ``ROUTING``.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class FakeEngine(BaseEngine[FakeRequest]):
             backend="fake",
             dtype="float32",
             block_tokens=block_tokens,
-            layers=tuple((name, block_tokens * KV_BYTES) for name in LAYERS),
+            layers=(
+                (LAYERS[0], block_tokens * KV_BYTES),
+                (LAYERS[1], (1 if window_tokens == STATE else block_tokens) * KV_BYTES),
+            ),
             windows=(0, window_tokens) if window_tokens else (),
             interiors=tuple((1, ((1, KV_BYTES),)) for _ in LAYERS),
         )
@@ -137,7 +140,9 @@ class FakeEngine(BaseEngine[FakeRequest]):
             return replace(live.snapshot, request=request, rng_draws=draws, blocks=blocks, ahead=0)
         if not live.decodes:
             return None
-        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks_from(self._layout, live, first), first)
+        state_tokens = live.kv_tokens if self._layout.state_bytes else 0
+        blocks = blocks_from(self._layout, live, first)
+        return KvSnapshot(self._layout, request, live.kv_tokens, draws, blocks, first, state_tokens)
 
     def final_blocks(self, request_id: str) -> tuple[SegmentId, int]:
         live = self._find(request_id)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dora.data.types import RequestSpec, pending_of
 from dora.kvtransfer.layout import blocks_for, first_block
-from dora.kvtransfer.snapshot import KvLayout, KvSnapshot
+from dora.kvtransfer.snapshot import STATE, KvLayout, KvSnapshot
 from dora.worker.fake.model import KV_BYTES, LAYERS, FakeModel, Kv
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopWatch
@@ -77,7 +77,8 @@ def bring_kv(layout: KvLayout, model: FakeModel, live: FakeRequest) -> int:
     if live.snapshot is not None:
         kv_tokens, blocks = live.snapshot.kv_tokens, with_ahead(live.snapshot, live.reserved)
         for name, pieces in blocks.items():
-            before = bytes(_first_block(layout, name, kv_tokens) * _block_bytes(layout))
+            is_state = layout.windowed.get(name) == STATE
+            before = b"" if is_state else bytes(_first_block(layout, name, kv_tokens) * _block_bytes(layout))
             whole = before + b"".join(piece.tobytes() for piece in pieces)
             live.kv[name] = bytearray(whole[: kv_tokens * KV_BYTES])
         live.snapshot = live.reserved = None
@@ -91,12 +92,14 @@ def bring_kv(layout: KvLayout, model: FakeModel, live: FakeRequest) -> int:
 
 def cut_kv(layout: KvLayout, live: FakeRequest, after: int) -> bool:
     """Drops the KV of a kept request's outputs from ``after`` on. Returns False, and changes nothing, if the KV before
-    them is not there: it is still in the snapshot, or a window has left it behind.
+    them is not there: it is still in the snapshot, a window has left it behind, or a state has gone on.
     """
     kv_tokens = min(live.kv_tokens, len(live.request.prompt_token_ids) + after)
     windows = layout.windowed
     if not kv_tokens or any(
-        _first_block(layout, name, kv_tokens) < _first_block(layout, name, live.kv_tokens) for name in windows
+        _first_block(layout, name, kv_tokens) < _first_block(layout, name, live.kv_tokens)
+        or (window == STATE and kv_tokens < live.kv_tokens)
+        for name, window in windows.items()
     ):
         return False
     live.kv.cut(kv_tokens)
@@ -105,9 +108,11 @@ def cut_kv(layout: KvLayout, live: FakeRequest, after: int) -> bool:
 
 
 def blocks_from(layout: KvLayout, live: FakeRequest, first: int) -> dict[str, list[np.ndarray]]:
-    """Returns the blocks from ``first`` on, of a layer with a window those that it still has."""
+    """Returns the blocks from ``first`` on, of a layer with a window those that it still has, or its state."""
     return {
-        name: [_to_blocks(layout, raw[_first_block(layout, name, live.kv_tokens, first) * _block_bytes(layout) :])]
+        name: [np.frombuffer(bytes(raw), np.uint8)[None]]
+        if layout.windowed.get(name) == STATE
+        else [_to_blocks(layout, raw[_first_block(layout, name, live.kv_tokens, first) * _block_bytes(layout) :])]
         for name, raw in live.kv.items()
     }
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from dora.data.types import RequestSpec, RoutingShape
 from dora.errors import InvalidValue
-from dora.kvtransfer.snapshot import KvLayout, Pieces
+from dora.kvtransfer.snapshot import STATE, KvLayout, Pieces
 from dora.weights.reference import Reference, TensorHeader, check_tensors, read_header, weight_files
 from dora.worker.reservation import SLICE_BYTES
 
@@ -41,7 +41,7 @@ class Kv(dict[str, bytearray]):
 
 class FakeModel:
     """``mean_tokens``: mean length of responses, which is geometric. ``window_tokens``: the last tokens that the second
-    layer reads, 0 for all.
+    layer reads, 0 for all; ``STATE``: it keeps only the hash of the last token, which follows from all before it.
     """
 
     def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:
@@ -72,7 +72,8 @@ class FakeModel:
 
     def append_kv(self, kv: Kv, token_id: int) -> None:
         for name, raw in kv.items():
-            raw += self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
+            own = self._hash(name, bytes(raw[-KV_BYTES:]), [token_id]).to_bytes(KV_BYTES, "little")
+            raw[len(raw) if name == LAYERS[0] or self._window_tokens != STATE else 0 :] = own
 
     def sample(
         self, request: RequestSpec, kv: Kv, last_token_id: int, ends: bool, forbidden: Container[int]
@@ -100,8 +101,9 @@ class FakeModel:
         """Returns hashes of the KV that the layers read: the last sampled token has none yet."""
         found = b""
         for name, raw in kv.items():
-            if self._window_tokens and name == LAYERS[1]:
-                found += blake3(raw[max(0, len(raw) - (self._window_tokens - 1) * KV_BYTES) :]).digest()
+            if self._window_tokens and name == LAYERS[1]:  # each step overwrites a state
+                first = 0 if self._window_tokens == STATE else len(raw) // KV_BYTES + 1 - self._window_tokens
+                found += blake3(raw[max(0, first) * KV_BYTES :]).digest()
                 continue
             digest, known = kv.read.get(name) or (blake3(), 0)
             digest.update(raw[known:])

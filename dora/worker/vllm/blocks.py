@@ -26,9 +26,11 @@ class LayerBlocks:
 
     name: str
     group: int  # its number
-    window_tokens: int  # how many last tokens it reads, 0: all
+    window_tokens: int  # how many last tokens it reads, 0: all, ``STATE``: none, it keeps a state
     interior: Interior
-    span: tuple[int, int] | None  # offset and size of the first block in bytes; None: on a device
+    span: (
+        tuple[int, int, int] | None
+    )  # offset and size of the first block, offset of the next, in bytes; None: on a device
 
 
 class BlockStore:
@@ -114,8 +116,8 @@ def mapped(pid: int, descriptor: int, size_bytes: int) -> np.ndarray:
 
 def rows_of(memory: np.ndarray, layer: LayerBlocks, block_count: int) -> np.ndarray:
     assert layer.span is not None
-    begin, block_bytes = layer.span
-    return memory[begin : begin + block_count * block_bytes].reshape(block_count, block_bytes)
+    begin, block_bytes, step = layer.span
+    return np.lib.stride_tricks.as_strided(memory[begin:], (block_count, block_bytes), (step, 1))
 
 
 def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
@@ -123,15 +125,18 @@ def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
     return rank % tensor_parallel * shards // tensor_parallel
 
 
-def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int] | None:
-    """Returns offset and block size of a layer's KV tensor in its memory, in bytes; None: it is on a device."""
+def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int, int] | None:
+    """Returns offset, block size and the distance of blocks of a layer's KV tensor in its memory, in bytes; None: it is
+    on a device.
+    """
     if not tensor.is_cpu:
         return None
-    if tensor.shape[0] != block_count or not tensor.is_contiguous():
+    if tensor.shape[0] != block_count or not tensor[0].is_contiguous() or tensor.stride(0) < tensor[0].numel():
         raise RuntimeError(
             f"KV tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()}: not {block_count} blocks"
         )
-    return tensor.storage_offset() * tensor.element_size(), tensor[0].numel() * tensor.element_size()
+    begin, size, step = tensor.storage_offset(), tensor[0].numel(), tensor.stride(0)
+    return begin * tensor.element_size(), size * tensor.element_size(), step * tensor.element_size()
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:

@@ -36,6 +36,7 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._offered: dict[str, KvSnapshot] = {}
+        self.emptied: Sequence[Any] = ()  # vLLM's managers of blocks, with the new ones that their step empties
         self.tier: TierPrefixes | None = None
         self.is_alone = vllm_config.parallel_config.world_size == 1
         self._groups = groups_of(kv_cache_config)
@@ -82,6 +83,9 @@ class SnapshotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _write(self, block_ids: list[Sequence[int]], blocks: Mapping[str, Pieces]) -> None:
         assert self.store is not None
+        for manager, ids in zip(self.emptied, block_ids, strict=True):
+            if manager.new_block_ids:
+                manager.new_block_ids = [new for new in manager.new_block_ids if new not in set(ids)]
         self.store.write(block_ids, blocks)
 
     def join(self) -> None:

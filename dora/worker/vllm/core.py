@@ -22,12 +22,12 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from dora.data.engine_args import OWNED, check_known, check_owned, identifying
 from dora.engine_patches import mapped_weights, quantised, registry
 from dora.errors import InvalidValue, LimitExceeded
-from dora.kvtransfer.snapshot import KvLayout
+from dora.kvtransfer.snapshot import STATE, KvLayout
 from dora.weights.reference import Reference
 from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import Device, EngineSettings
@@ -42,8 +42,9 @@ _RPC_FOLDER: Final = "VLLM_RPC_BASE_PATH"
 class _Core(EngineCore):
     """A core whose KV-cache holds ``kv_tokens`` tokens for any model: each group of layers has separate blocks.
 
-    A window needs one block more than its tokens, because it may begin within a block. ``kv_tokens`` 0: as many as
-    vLLM finds room for.
+    A window needs one block more than its tokens, because it may begin within a block. A group of layers with a state
+    has a block for each slot; kept requests have theirs at the cost of tokens. ``kv_tokens`` 0: as many as vLLM finds
+    room for.
     """
 
     def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
@@ -58,8 +59,10 @@ class _Core(EngineCore):
         groups = get_kv_cache_groups(vllm_config, specs)
         if self._kv_tokens:
             windows = sum(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
-            blocks = self._kv_tokens // vllm_config.cache_config.block_size
-            vllm_config.cache_config.num_gpu_blocks_override = blocks * len(groups) + windows + 1  # vLLM keeps one
+            states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+            blocks = self._kv_tokens // vllm_config.cache_config.block_size * (len(groups) - states)
+            blocks += states * vllm_config.scheduler_config.max_num_seqs + windows
+            vllm_config.cache_config.num_gpu_blocks_override = blocks + 1  # vLLM keeps one
         return super()._initialize_kv_caches(vllm_config)
 
 
@@ -73,9 +76,9 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    _import_architectures(model)
+    has_state = any(getattr(each, "is_hybrid", False) for each in _architectures(model))
     try:
-        vllm_config = arguments(model, settings, device).create_engine_config()
+        vllm_config = arguments(model, settings, device, has_state=has_state).create_engine_config()
         with _meeting_place():
             core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
     except torch.OutOfMemoryError as error:
@@ -99,8 +102,11 @@ def names_batch_invariance(error: Exception) -> bool:
     return re.search(r"(?<!use.)batch.invarian", str(error), re.IGNORECASE) is not None
 
 
-def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineArgs:
-    """Returns vLLM's arguments of an engine. Raises InvalidValue for a user's that is unknown or DORA's own."""
+def arguments(model: Path, settings: EngineSettings, device: Device, *, has_state: bool = False) -> EngineArgs:
+    """Returns vLLM's arguments of an engine. Raises InvalidValue for a user's that is unknown or DORA's own.
+
+    ``has_state``: layers keep a state, of which vLLM's prefix cache would keep several for each request.
+    """
     known = [each.name for each in dataclasses.fields(EngineArgs)]
     check_known(settings.engine_args, known)
     check_owned(settings.engine_args, {**OWNED, **device.fixed_arguments})
@@ -118,7 +124,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device) -> EngineAr
         # Nothing may be in flight between steps. With asynchronous scheduling the next step starts before this step's
         # tokens are known: a frozen request would have KV of one token too many, and its blocks would still be written.
         async_scheduling=False,
-        enable_prefix_caching=True,
+        enable_prefix_caching=not has_state,
         logprobs_mode="raw_logprobs",
         scheduler_cls=HoldingScheduler,
         kv_transfer_config=KVTransferConfig(
@@ -157,21 +163,26 @@ def _overrides(settings: EngineSettings) -> dict[str, Any]:
     return {} if quantisation is None else {"quantization_config": quantisation}
 
 
-def _import_architectures(model: Path) -> None:
-    """Imports the model's class in this process, which needs it in any case.
+def _architectures(model: Path) -> list[Any]:
+    """Imports the model's classes in this process, which needs them in any case, and returns them.
 
     vLLM would first import it in a separate process, to keep CUDA out of one that may fork. At the first start on a
     machine that costs each engine about ten seconds of CPU time. Here engine and registry share a process.
     """
+    found = []
     for architecture in _model_config(model).get("architectures") or ():
         known = ModelRegistry.models.get(architecture)
         if known is not None:
-            ModelRegistry.register_model(architecture, known.load_model_cls())
+            found.append(known.load_model_cls())
+            ModelRegistry.register_model(architecture, found[-1])
+    return found
 
 
 def why_unmovable(core: EngineCore) -> str:
     """Returns why no request can move with its KV; empty: each can."""
-    return unmovable(core.scheduler.kv_cache_config, block_tokens_of(core))
+    ranks = core.vllm_config.parallel_config.tensor_parallel_size
+    kv_heads = core.vllm_config.model_config.get_total_num_kv_heads()
+    return unmovable(core.scheduler.kv_cache_config, block_tokens_of(core), ranks, kv_heads)
 
 
 def takes_ahead(core: EngineCore) -> bool:
@@ -191,8 +202,10 @@ def kv_tokens_of(core: EngineCore, requested: int) -> int:
     block_tokens = block_tokens_of(core)
     if requested:
         return requested // block_tokens * block_tokens
-    config = core.scheduler.kv_cache_config
-    return (int(config.num_blocks) - 1) // len(config.kv_cache_groups) * block_tokens
+    config, groups = core.scheduler.kv_cache_config, groups_of(core.scheduler.kv_cache_config)
+    states = sum(group.window_tokens == STATE for group in groups)
+    blocks = int(config.num_blocks) - 1 - states * int(core.vllm_config.scheduler_config.max_num_seqs)
+    return max(0, blocks) // max(1, len(groups) - states) * block_tokens
 
 
 def layout_of(core: EngineCore, ranks: EngineRanks, reference: Reference, settings: EngineSettings) -> KvLayout:
@@ -205,7 +218,8 @@ def layout_of(core: EngineCore, ranks: EngineRanks, reference: Reference, settin
     backend = ",".join([*ranks.kinds, *ranks.store.orders, f"vllm-{vllm.__version__}"])
     whole_bytes: Counter[tuple[str, int]] = Counter()
     for name, size in layers:
-        whole_bytes[ranks.layers[name].name, ranks.layers[name].window_tokens] += size
+        window_tokens = ranks.layers[name].window_tokens
+        whole_bytes[ranks.layers[name].name, window_tokens] += size * (block_tokens if window_tokens == STATE else 1)
     identity: dict[str, Any] = {
         "config": _model_config(reference.folder),
         "tensors": [(tensor.name, tensor.dtype, tensor.shape) for tensor in reference.tensors],

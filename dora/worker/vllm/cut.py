@@ -5,11 +5,13 @@ from typing import Any
 
 def cut_blocks(cache: Any, request_id: str, kv_tokens: int, block_size: int) -> int:
     """Frees the blocks of a request after its first ``kv_tokens`` tokens, in each group. Returns the tokens whose KV
-    stays; 0: a sliding window has left some of it behind, and nothing has changed.
+    stays; 0: a sliding window has left some of it behind, or there is a state of later tokens, and nothing has changed.
 
     Later tokens are written to the last block. It is freed too if others hold it, and leaves the prefix cache if not.
     ``cache``: vLLM's KVCacheManager, whose groups all have blocks of ``block_size`` tokens.
     """
+    if cache.kv_cache_config.has_mamba_layers:
+        return 0
     managers, pool = cache.coordinator.single_type_managers, cache.block_pool
     lists = [manager.req_to_blocks[request_id] for manager in managers]
     full, rest = divmod(kv_tokens, block_size)

@@ -205,13 +205,12 @@ class VllmEngine(BaseEngine[EngineRequest]):
     def load(self) -> EngineLoad:
         self._scheduler.prefixes.sweep()
         pool = self._scheduler.kv_cache_manager.block_pool
-        blocks_used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        blocks = pool.num_gpu_blocks - 1
+        blocks_used, kv_tokens = blocks - pool.get_num_free_blocks(), self._capability.kv_tokens
         return EngineLoad(
             running=self._scheduler.running_count(),
             waiting=self._scheduler.waiting_count(),
-            kv_used_tokens=min(
-                -(-blocks_used * self._capability.block_tokens // len(self._groups)), self._capability.kv_tokens
-            ),
+            kv_used_tokens=-(-blocks_used * kv_tokens // blocks),
             reprefilled_tokens=self._scheduler.reprefilled_tokens,
             generated_tokens=self._generated_tokens,
             tier=None if self._tier is None else self._tier.load,

@@ -1,23 +1,28 @@
 """vLLM's KV cache groups, as far as they decide which layers and blocks of a request move, and their interior.
 
 A group is the layers that share one list of block ids. A layer with a sliding window keeps only its window's blocks:
-the others are freed during decoding, and their ids become the null block's.
+the others are freed during decoding, and their ids become the null block's. A layer that keeps a state (gated delta
+nets, Mamba, short convolutions) has one block that each step overwrites.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout, is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from dora.kvtransfer.layout import blocks_for, first_block
-from dora.kvtransfer.snapshot import UNKNOWN, Interior
+from dora.kvtransfer.snapshot import STATE, UNKNOWN, Interior
 
 # Instruction sets of vLLM's CPU attention (csrc/cpu/cpu_attn_*.hpp) whose blocks hold, for each KV head, the keys as
 # (head size, tokens), then the values as (tokens, head size). AMX packs tokens in pairs.
@@ -26,7 +31,9 @@ _PLAIN_ISA: Final = ("vec", "vec16")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose blocks have the same ids. ``window_tokens``: the last tokens that they read, 0: all."""
+    """Layers whose blocks have the same ids. ``window_tokens``: the last tokens that they read, 0: all, ``STATE``:
+    none, they keep a state.
+    """
 
     layers: tuple[str, ...]
     block_tokens: int
@@ -49,7 +56,7 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
         LayerGroup(
             tuple(group.layer_names),
             spec.block_size,
-            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else STATE * isinstance(spec, MambaSpec),
         )
         for group, spec in zip(kv_cache_config.kv_cache_groups, firsts, strict=True)
     )
@@ -64,15 +71,22 @@ def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
     return -1, None
 
 
-def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
+def unmovable(kv_cache_config: Any, block_tokens: int, tensor_parallel: int, kv_heads: int) -> str:
     """Returns why no request of this engine can move with its KV; empty: each can.
 
-    A request's state must consist of its tokens and, for each group, the blocks of all or of the last tokens.
+    A request's state must consist of its tokens and, for each group, the blocks of all or of the last tokens, or one
+    block with a state.
     """
-    if kv_cache_config.needs_kv_cache_zeroing:  # blocks written before they are taken would be zeroed
-        return "kv_cache_config.needs_kv_cache_zeroing: each step empties the blocks that are taken for it"
+    if kv_cache_config.has_mixed_precision_kv_cache:
+        return "kv_cache_config.has_mixed_precision_kv_cache: each step empties the blocks that are taken for it"
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         for spec in _specs(group.kv_cache_spec).values():
+            if type(spec) is MambaSpec:
+                if spec.num_speculative_blocks or spec.mamba_cache_mode != "none":
+                    return f"kv_cache_groups[{number}] keeps several states of a request ({spec.mamba_cache_mode})"
+                if spec.tp_replicated or tensor_parallel > kv_heads:  # named as shards of KV heads are
+                    return f"kv_cache_groups[{number}]: ranks share its state otherwise than {kv_heads} KV heads"
+                continue
             # By their exact type: others derive from these, and keep other state or other blocks.
             if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
                 return f"kv_cache_groups[{number}] is of {type(spec).__name__}"
@@ -88,11 +102,47 @@ def unmovable(kv_cache_config: Any, block_tokens: int) -> str:
 
 
 def kind_of(attention: Any) -> tuple[str, str]:
-    """Returns attention backend and instruction set, which determine the interior of a block."""
+    """Returns attention backend and instruction set, which determine the interior of a block; of a layer with a state,
+    the types and the order of its numbers instead of the instruction set.
+    """
+    if isinstance(attention, MambaBase):
+        numbers = "-".join(str(dtype).removeprefix("torch.") for dtype in attention.get_state_dtype())
+        return attention.get_attn_backend().get_name(), f"{get_conv_state_layout()}-{numbers}"
     return attention.attn_backend.get_name(), getattr(attention, "isa", "any")
 
 
-def interior_of(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
+def interior_of_state(attention: Any) -> Interior:
+    """Returns the interior of a layer's state: its convolution's window, then the recurrent state, if there is one.
+
+    A rank has some of the layer's heads. The window's channels consist of parts, such as queries, keys and values, each
+    with the channels of those heads.
+    """
+    (window, *recurrent), dtypes = attention.get_state_shape(), attention.get_state_dtype()
+    tokens, width = reversed(window) if is_conv_state_dim_first() else window
+    kind, parts, heads = attention.mamba_type.name, [width], width  # each channel is a head
+    if kind == "GDN_ATTN":
+        parts, heads = [attention.key_dim, attention.key_dim, attention.value_dim], attention.num_k_heads
+    elif kind == "MAMBA2":
+        grouped = attention.groups_ssm_state_size
+        parts, heads = [attention.intermediate_size, grouped, grouped], attention.n_groups
+    if kind in ("GDN_ATTN", "MAMBA2"):
+        parts, heads = [part // attention.tp_size for part in parts], heads // attention.tp_size
+    if kind not in ("GDN_ATTN", "MAMBA2", "MAMBA1", "SHORT_CONV") or sum(parts) != width or len(recurrent) > 1:
+        return UNKNOWN
+    each = [part * dtypes[0].itemsize // heads for part in parts]
+    by_channel = is_conv_state_dim_first()
+    strips = [(1, size * tokens) for size in each] if by_channel else [(1, size) for size in each] * tokens
+    strips += [(1, math.prod(shape) * dtypes[1].itemsize // heads) for shape in recurrent]
+    return heads, tuple(strips)
+
+
+def interior_of(spec: KVCacheSpec, attention: Any, tensor: Any) -> Interior:
+    if isinstance(spec, MambaSpec):
+        return interior_of_state(attention)
+    return interior_in_memory(spec, *kind_of(attention)) if tensor.is_cpu else interior_on_device(spec, tensor)
+
+
+def interior_in_memory(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
     if type(spec) is MLAAttentionSpec and backend == "CPU_MLA" and spec.page_size_padded is None:
         return 1, ((1, spec.page_size_bytes // spec.block_size),)
     if type(spec) in (FullAttentionSpec, SlidingWindowSpec) and backend == "CPU_ATTN":  # heads lie in a row

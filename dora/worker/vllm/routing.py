@@ -59,8 +59,9 @@ def bind(model: torch.nn.Module, kv_cache_config: Any, shape: RoutingShape, shar
     by_layer = {runner.layer_id: table for runner, table in zip(runners, tables, strict=True)}
     bind_routed_experts_capturer(model, _Capturer(by_layer, group.layers[0], group.block_tokens, shard, shape))
     interior = held_ids, ((1, shape.id_bytes),)
+    row = layer_bytes // blocks
     layers = tuple(
-        LayerBlocks(f"{runner.layer_name}{_SUFFIX}", group_id, 0, interior, (at * layer_bytes, layer_bytes // blocks))
+        LayerBlocks(f"{runner.layer_name}{_SUFFIX}", group_id, 0, interior, (at * layer_bytes, row, row))
         for at, runner in enumerate(runners)
     )
     found = tuple((int(runner.router.top_k), int(runner.router.global_num_experts)) for runner in runners)

@@ -30,6 +30,7 @@ class HoldingScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.connector.emptied = self.kv_cache_manager.coordinator.single_type_managers
         self.held: dict[str, Request] = {}
         self.kept: dict[str, Request] = {}
         self.keeps: set[str] = set()  # requests that are kept when a turn ends
@@ -138,12 +139,15 @@ class HoldingScheduler(Scheduler):
 
     def cut(self, request_id: str, tokens: int) -> bool:
         """Drops the tokens of a kept request from ``tokens`` on, with their KV. Returns False, and changes nothing, if
-        the KV before them is not there: it waits for blocks, or a window has left it behind.
+        the KV before them is not there: it waits for blocks, a window has left it behind, or a state has gone on.
         """
         request = self.kept[request_id]
         self.prefixes.sweep()  # what it holds alone is not shared
         had = min(request.num_computed_tokens, tokens)
-        kv_tokens = cut_blocks(self.kv_cache_manager, request_id, had, self.block_size) if had else 0
+        if had == request.num_computed_tokens and self.has_mamba_layers:
+            kv_tokens = had
+        else:
+            kv_tokens = cut_blocks(self.kv_cache_manager, request_id, had, self.block_size) if had else 0
         if not kv_tokens:
             return False
         if request_id in self._unknown:

@@ -86,6 +86,7 @@ class KvViews:
             rng_draws=draws,
             blocks=self._store.lend([group.kept(block_ids, kv_tokens, first) for group, block_ids in ids]),
             ahead=first,
+            state_tokens=self._state(live).num_computed_tokens if self._layout.state_bytes else 0,
         )
 
     def final_blocks(self, live: EngineRequest) -> tuple[SegmentId, int]:

@@ -14,10 +14,18 @@ from typing import Any, Final
 
 from dora.models.tiny import make_tiny
 from tests.abuse.kv import heads, peers, segments, stream
+from tests.abuse.kv.mill import an_engine_with_state
 from tests.abuse.kv.room import Room
 
 MEMORY_MOST_BYTES: Final = 100 << 20  # above the start's
-SHARES: Final = {"heads": 0.5, "peers": 0.2, "streams": 0.15, "streams of two hosts": 0.05, "segments": 0.1}
+SHARES: Final = {
+    "heads": 0.25,
+    "heads with state": 0.25,
+    "peers": 0.2,
+    "streams": 0.15,
+    "streams of two hosts": 0.05,
+    "segments": 0.1,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +46,7 @@ def stormed(scratch: Path, count: int, seed: int, tell: Callable[[Room], None]) 
     model = make_tiny("dense", scratch / "tiny")
     storms: dict[str, Callable[[Path, int], Room]] = {
         "heads": lambda _folder, count: heads.stormed(model, count, seed),
+        "heads with state": lambda _folder, count: heads.stormed(model, count, seed, an_engine_with_state),
         "peers": lambda folder, count: peers.stormed(folder, model, count, seed),
         "streams": lambda folder, count: stream.stormed(folder, model, count, seed),
         "streams of two hosts": lambda folder, count: stream.stormed(folder, model, count, seed, ("a", "b")),

@@ -102,7 +102,7 @@ def _remade(change: Callable[[random.Random, dict[str, Any], dict[str, Any]], ob
 
 def _of_layout(chance: random.Random, opening: dict[str, Any], _closing: dict[str, Any]) -> None:
     layout = opening["layout"]
-    name = chance.choice(["fingerprint", "backend", "dtype", "block_tokens", "layers", "tp_rank", "tp_size"])
+    name = chance.choice(["fingerprint", "backend", "dtype", "block_tokens", "layers", "windows", "tp_rank", "tp_size"])
     layers = layout["layers"]
     layout[name] = {
         "fingerprint": chance.randbytes(32).hex(),
@@ -112,14 +112,18 @@ def _of_layout(chance: random.Random, opening: dict[str, Any], _closing: dict[st
         "layers": chance.choice(
             [layers[::-1], layers[:-1], [*layers, layers[0]], [[name, size + 1] for name, size in layers]]
         ),
+        "windows": chance.choice(
+            [layout["windows"][::-1], [-1, -1], [0, 8]] if layout["windows"] else [[-1, 0], [0, -1]]
+        ),
         "tp_rank": 1,
         "tp_size": 2,
     }[name]
 
 
 def _of_counts(chance: random.Random, opening: dict[str, Any], closing: dict[str, Any]) -> None:
-    name = chance.choice(["kv_tokens", "rng_draws", "rounds", "output_token_ids", "prompt_token_ids", "logprobs"])
-    if name in ("kv_tokens", "rng_draws"):
+    counts = ["kv_tokens", "rng_draws", "state_tokens"]
+    name = chance.choice([*counts, "rounds", "output_token_ids", "prompt_token_ids", "logprobs"])
+    if name in counts:
         closing[name] += chance.choice((-1, 1, 16, -16))
     elif name == "rounds":
         count = sum(closing[name])

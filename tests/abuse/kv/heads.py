@@ -5,6 +5,7 @@ The body stays as it is, or has another length: its bytes are under the checksum
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +14,7 @@ from dora.kvtransfer.codec import head_of, round_of, snapshot_of
 from dora.kvtransfer.plane import ArrivedSnapshot
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.rpc import dora_pb2 as pb
+from dora.worker.fake.engine import FakeEngine
 from tests.abuse.kv.changed_heads import CHANGES, differing
 from tests.abuse.kv.mill import RESPONSES, an_engine, request_of, untouched
 from tests.abuse.kv.room import Room
@@ -38,11 +40,11 @@ class Given:
         self.parcel = None
 
 
-def stormed(model: Path, count: int, seed: int) -> Room:
+def stormed(model: Path, count: int, seed: int, engines: Callable[[Path], FakeEngine] = an_engine) -> Room:
     room, chance, began_s = Room("heads"), random.Random(seed), time.monotonic()
-    expected, snapshots = untouched(model), exported(model)
+    expected, snapshots = untouched(model, engines), exported(model, engines)
     plane = Given()
-    target = Worker(None, model, engine=an_engine(model))
+    target = Worker(None, model, engine=engines(model))
     target.loop.endpoint._plane = plane  # type: ignore[assignment]
     assert target.obey(load_version=pb.LoadVersion(version=1, name=str(model))).ok
     while room.goes_on(count):
@@ -69,9 +71,9 @@ def stormed(model: Path, count: int, seed: int) -> Room:
     return room
 
 
-def exported(model: Path) -> list[KvSnapshot]:
+def exported(model: Path, engines: Callable[[Path], FakeEngine] = an_engine) -> list[KvSnapshot]:
     """One of each request, at another token each."""
-    driver = Driver(an_engine(model))
+    driver = Driver(engines(model))
     driver.engine.load_weights(1, model, None)
     found = []
     for index in range(RESPONSES):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.data.types import RequestSpec
+from dora.kvtransfer.snapshot import STATE
 from dora.rpc import convert
 from dora.rpc import dora_pb2 as pb
 from dora.worker.fake.engine import FakeEngine
@@ -52,6 +53,17 @@ def an_engine(model: Path, slots: int = 8, kv_tokens: int = 4096) -> FakeEngine:
     )
 
 
+def an_engine_with_state(model: Path) -> FakeEngine:
+    return FakeEngine(
+        slots=8,
+        kv_tokens=4096,
+        block_tokens=BLOCK_TOKENS,
+        max_model_len_tokens=CONTEXT_TOKENS,
+        model=model,
+        window_tokens=STATE,
+    )
+
+
 def request_of(index: int) -> RequestSpec:
     """Long ones too, of which rounds are copied ahead. Each prompt has ``SAMPLES`` of them, one after the other."""
     prompt = index // SAMPLES
@@ -59,9 +71,9 @@ def request_of(index: int) -> RequestSpec:
     return replace(shared, request_id=f"r{index}", sampling=replace(shared.sampling, seed=index, ignore_eos=True))
 
 
-def untouched(model: Path) -> list[Response]:
+def untouched(model: Path, engines: Callable[[Path], FakeEngine] = an_engine) -> list[Response]:
     """The responses that nobody moves."""
-    engine = an_engine(model)
+    engine = engines(model)
     engine.load_weights(1, model, None)
     return [run(engine, [request_of(index)])[f"r{index}"] for index in range(RESPONSES)]
 

@@ -35,10 +35,10 @@ def completed_in_bash(*words: str) -> list[str]:
     [
         ("dora sta", ["status"]),
         ("dora simulate pre", ["presets"]),
-        ("dora serve --model t", ["tiny", "tiny-moe"]),
+        ("dora serve --model t", ["tiny", "tiny-moe", "tiny-hybrid"]),
         ("dora demo --model s", ["smollm2"]),
-        ("dora prepare tiny-", ["tiny-moe"]),
-        ("dora profile --model ti", ["tiny", "tiny-moe"]),
+        ("dora prepare tiny-", ["tiny-moe", "tiny-hybrid"]),
+        ("dora profile --model ti", ["tiny", "tiny-moe", "tiny-hybrid"]),
         ("dora profile --clock c", ["cpu"]),
         ("dora serve --set window.si", ["window.size=", "window.size=2", "window.size=auto"]),
         ("dora serve --set window.m", ["window.min=", "window.max="]),
@@ -110,7 +110,10 @@ def test_bash_completes_names() -> None:
     assert completed_in_bash("dora", "sta") == ["status"]
     found = completed_in_bash("dora", "serve", "--set", "window.si")
     assert found == ["window.size=", "window.size=2", "window.size=auto"]
-    assert completed_in_bash("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-") == ["tiny-moe"]
+    assert completed_in_bash("dora", "serve", "--listen", "127.0.0.1", ":", "0", "--model", "tiny-") == [
+        "tiny-moe",
+        "tiny-hybrid",
+    ]
 
 
 def test_the_script_that_shells_load_is_shown() -> None:

@@ -16,7 +16,9 @@ def prepare(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder."
+            metavar="MODEL",
+            autocompletion=completion.models,
+            help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder.",
         ),
     ],
     cache: Annotated[Path | None, typer.Option(help="Folder for prepared models; default: the user's cache.")] = None,

@@ -30,7 +30,10 @@ Dtype = Literal["float32", "bfloat16"]
 
 def profile(
     model: Annotated[
-        str, typer.Option(autocompletion=completion.models, help="smollm2, tiny, tiny-moe, or a Hugging Face folder.")
+        str,
+        typer.Option(
+            autocompletion=completion.models, help="smollm2, tiny, tiny-moe, tiny-hybrid, or a Hugging Face folder."
+        ),
     ] = "smollm2",
     slots: Annotated[int, typer.Option(help="Concurrent requests of the engine.")] = 8,
     kv_tokens: Annotated[int, typer.Option(help="The engine's KV cache, in tokens.")] = 16384,

@@ -98,25 +98,22 @@ class Rank:
         assert isinstance(connector, SnapshotConnector)
         config, memory = connector.kv_cache_config, connector.memory
         context, specs = self.vllm_config.compilation_config.static_forward_context, vllm_groups.layer_specs(config)
-        kinds = {name: vllm_groups.kind_of(context[name]) for name in specs}
+        kinds = {"/".join(vllm_groups.kind_of(context[name])) for name in specs}
         layers = tuple(
             LayerBlocks(
                 name,
                 number,
                 group.window_tokens,
-                vllm_groups.interior_of(specs[name], *kinds[name])
-                if connector.tensors[name].is_cpu
-                else vllm_groups.interior_on_device(specs[name], connector.tensors[name]),
+                vllm_groups.interior_of(specs[name], context[name], connector.tensors[name]),
                 span_of(connector.tensors[name], config.num_blocks),
             )
             for number, group in enumerate(vllm_groups.groups_of(config))
             for name in group.layers
         )
-        named = frozenset("/".join(kind) for kind in kinds.values())
         handles = {}
         if not connector.is_alone and memory.descriptor < 0:
             handles = {name: self.device_port.handle(tensor) for name, tensor in connector.tensors.items()}
-        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, named, handles)
+        return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, frozenset(kinds), handles)
 
     def keep_routing(self, shape: RoutingShape, shards: int) -> RankRouting:
         """Starts to record each token's experts beside its KV. ``shards``: the shards of a layer's KV."""
