@@ -3,11 +3,13 @@
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from dora.config.whole import Config
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
+
+SCHEDULERS: Final = ("slurm",)  # tables of `dora cluster` in the same file, which the service ignores
 
 Setting = str | int | float | bool
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
@@ -25,7 +27,7 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
     Values in a text are TOML; text that is not TOML is a string. The dotted name of a list's element has its index,
     from 0.
     """
-    tree = settings_tree(file, ())
+    tree = {name: value for name, value in settings_tree(file, ()).items() if name not in SCHEDULERS}
     if isinstance(tree.get("prompts"), str):
         tree["prompts"] = {"source": tree["prompts"]}  # so that overrides find the section
     for override in overrides:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dora.ops.cli import demo, doctor, environment, front, host, role, serve, tls, version
+from dora.ops.cli import cluster, demo, doctor, environment, front, host, role, serve, tls, version
 from dora.ops.cli.control import evaluate, service
 from dora.ops.cli.exits import MEANINGS, DoraGroup
 from dora.ops.cli.guarded import guarded
@@ -17,7 +17,7 @@ EPILOG = "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning 
 
 # The sections of ``dora --help``, each with its commands, the most used first.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Run": ("demo", "serve", "host", "front", "environment"),
+    "Run": ("demo", "serve", "host", "front", "environment", "cluster"),
     "Look": (
         "status",
         "workers",
@@ -60,6 +60,14 @@ SIMULATE_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 
 TLS_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {"make": (tls.make, tls.EXAMPLE)}
 tls_app = typer.Typer(cls=DoraGroup, no_args_is_help=True, help="Make certificates for a private cluster.")
+
+CLUSTER_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "up": (cluster.up, cluster.UP),
+    "status": (cluster.status, cluster.STATUS),
+    "scale": (cluster.scale, cluster.SCALE),
+    "down": (cluster.down, cluster.DOWN),
+}
+cluster_app = typer.Typer(cls=DoraGroup, no_args_is_help=True, help="Run on machines that Slurm gives out.")
 
 app = typer.Typer(
     name="dora",
@@ -108,8 +116,10 @@ for _section, _names in SECTIONS.items():
             app.add_typer(run.app, name=_name, cls=DoraGroup, help=help_of(run.simulate), rich_help_panel=_section)
         elif _name == "tls":
             app.add_typer(tls_app, name=_name, cls=DoraGroup, rich_help_panel=_section)
+        elif _name == "cluster":
+            app.add_typer(cluster_app, name=_name, cls=DoraGroup, rich_help_panel=_section)
         else:
             _add(app, _name, COMMANDS[_name], _section)
-for _app, _commands in ((run.app, SIMULATE_COMMANDS), (tls_app, TLS_COMMANDS)):
+for _app, _commands in ((run.app, SIMULATE_COMMANDS), (tls_app, TLS_COMMANDS), (cluster_app, CLUSTER_COMMANDS)):
     for _name, _command in _commands.items():
         _add(_app, _name, _command)

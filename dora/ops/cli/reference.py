@@ -33,7 +33,7 @@ from dora.lab.sim.scenario import Scenario
 from dora.metrics.declaration import DeclaredMetric
 from dora.metrics.distribution import Distribution
 from dora.ops.cli import tls
-from dora.ops.cli.app import COMMANDS
+from dora.ops.cli.app import CLUSTER_COMMANDS, COMMANDS
 from dora.ops.cli.exits import MEANINGS, exit_code_of
 from dora.ops.cli.limits import limits
 from dora.ops.cli.offline.simulate import presets, run, sweep
@@ -235,6 +235,7 @@ def _engine_histograms() -> Rows:
 def _commands() -> Rows:
     companions = {"simulate": run, "simulate sweep": sweep, "simulate presets": presets, "tls make": tls}
     own = {name: (getattr(module, name.split()[-1]), module.EXAMPLE) for name, module in companions.items()}
+    own |= {f"cluster {name}": command for name, command in CLUSTER_COMMANDS.items()}
     for name, (function, example) in (COMMANDS | own).items():
         yield f"`{name}`", (function.__doc__ or "").partition("\n")[0], f"`{example}`"
 

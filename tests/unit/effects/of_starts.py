@@ -133,6 +133,9 @@ def version(done: Done) -> bool:
 GUARD: Final = "tests/unit/cli/test_tls.py::"
 TAKEN: Final = Shown(GUARD + "test_every_command_on_a_service_takes_tls_and_refuses_bad_files_in_one_line")
 MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
+CLUSTERS: Final = "tests/clusters/test_slurm.py::"
+SLURM: Final = Shown(CLUSTERS + "test_a_run_outlives_what_slurm_does_to_it")
+JOBS: Final = Shown(CLUSTERS + "test_what_slurm_refuses_is_said_and_nothing_stays")
 GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token", "doctor")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
@@ -140,6 +143,11 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **HOSTS,
     **{(command, option): TAKEN for command in GUARDED for option in TLS_OPTIONS},
     **{("tls make", option): MADE for option in inspect.signature(tls.make).parameters},
+    **{("cluster up", option): SLURM for option in ("file", "hosts", "as_json")},
+    **{("cluster scale", option): SLURM for option in ("file", "hosts", "as_json")},
+    **{("cluster status", option): JOBS for option in ("file", "as_json")},
+    ("cluster down", "file"): SLURM,
+    ("cluster up", "dry_run"): Shown(CLUSTERS + "test_the_scripts_can_be_read_and_submitted_by_hand"),
     **FRONTS,
     **of_environments.OPTIONS,
     **{("demo", name): DEMO for name in inspect.signature(demo.demo).parameters},

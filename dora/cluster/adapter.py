@@ -1,0 +1,42 @@
+"""What a scheduler's adapter offers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job of the cluster. ``part``: service or host; ``state`` and ``reason`` in the scheduler's words."""
+
+    name: str
+    part: str
+    state: str
+    machine: str = ""
+    reason: str = ""
+
+
+class Cluster(Protocol):
+    """The jobs of one run. Raises InvalidValue for what the scheduler refuses, with its reason."""
+
+    def planned(self) -> Mapping[str, str]:
+        """Returns the scripts or manifests that ``up`` would submit, by file name. A person can submit them by hand."""
+        ...
+
+    def up(self, hosts: int) -> list[Job]:
+        """Starts the service and so many hosts. If a part is refused, nothing stays submitted."""
+        ...
+
+    def jobs(self) -> list[Job]: ...
+
+    def want(self, hosts: int) -> list[Job]:
+        """Adds hosts, or releases those that have not begun, then the latest ones. Returns the jobs after that."""
+        ...
+
+    def release(self, host: str) -> None:
+        """Ends a host's job: its workers drain first, and it does not come again."""
+        ...
+
+    def down(self) -> list[str]:
+        """Ends all jobs and waits for them. The run's state stays. Returns the names of jobs that had to be killed."""
+        ...

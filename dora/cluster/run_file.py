@@ -1,0 +1,27 @@
+"""The file of a run on a cluster: the configuration of the service, and one table for the scheduler."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dora.config import Config, load_config
+from dora.config.reading import SCHEDULERS, settings_tree
+from dora.errors import InvalidValue
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    path: Path
+    config: Config
+    scheduler: str
+    table: dict[str, Any] = field(default_factory=dict)
+
+
+def read_run_file(path: Path) -> RunFile:
+    """Raises InvalidValue for a file that the service would refuse, or without exactly one scheduler's table."""
+    tree = settings_tree(path, (), "--file")
+    tables = [name for name in SCHEDULERS if name in tree]
+    if len(tables) != 1 or not isinstance(tree[tables[0]], dict):
+        allowed = f"with exactly one of the tables [{'], ['.join(SCHEDULERS)}]"
+        raise InvalidValue("--file", str(path), allowed, why=f"has {', '.join(tables) or 'none'}")
+    return RunFile(path, load_config(path), tables[0], tree[tables[0]])

@@ -1,0 +1,178 @@
+"""Slurm: one job for the service, and one of its own for each host, so that nodes come and go.
+
+A notice is TERM or USR1, to the job's steps or to its script: the host's workers drain, and the script requeues its
+job, because Slurm takes a script that ends with 0 for completed. Jobs find the service by the file ``address`` in the
+shared folder, also after it began again on another node.
+
+    FOLDER/run.toml, token, service.sh, host.sh   written by ``up``
+    FOLDER/address       of the service that runs
+    FOLDER/ended         the run was ended; released/JOB: a host was. Their jobs are not requeued
+    FOLDER/state/        of the service
+    FOLDER/logs/
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from pydantic import Field
+
+from dora.cluster.adapter import Job
+from dora.cluster.run_file import RunFile
+from dora.config.section import Section
+from dora.data.validation import validated_as
+from dora.errors import InvalidValue
+from dora.system.files import replace_durably
+
+TABLE: Final = "slurm"
+DRAIN_S: Final = 90.0  # a host drains for at most a minute
+POLL_S: Final = 0.5
+CALL_S: Final = 60.0  # a call of the scheduler's may take
+_SCRIPTS: Final = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_SCRIPTS.filters["quoted"] = lambda value: shlex.quote(str(value))
+
+
+class SlurmTable(Section):
+    folder: str = Field(min_length=1, description="on storage that all nodes share: scripts, logs, token, state")
+    hosts: int = Field(1, ge=0, le=4096, description="host jobs at the start")
+    workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
+    port: int = Field(7070, ge=1, le=65535, description="of the service, on its node")
+    address: str = Field("$(hostname -f)", description="the node's address for other nodes; the shell expands it")
+    service: list[str] = Field([], description="options of sbatch for the service's job, such as --partition=cpu")
+    host: list[str] = Field([], description="options of sbatch for a host's job, such as --gres=gpu:8")
+    setup: list[str] = Field([], description="lines of shell before DORA starts, such as source venv/bin/activate")
+    dora: str = Field("dora", description="the command on the nodes")
+
+
+class SlurmCluster:
+    def __init__(self, file: RunFile) -> None:
+        self._file = file
+        self._table = validated_as(SlurmTable, file.table, TABLE)
+        self._folder = Path(self._table.folder).absolute()
+        name = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
+        self._names = {part: f"dora-{name}-{part}" for part in ("service", "host")}
+
+    def planned(self) -> Mapping[str, str]:
+        values = {**self._table.model_dump(), "folder": self._folder}
+        return {
+            f"{part}.sh": _SCRIPTS.get_template(f"slurm_{part}.sh.j2").render(
+                values, job=job, options=getattr(self._table, part)
+            )
+            for part, job in self._names.items()
+        }
+
+    def up(self, hosts: int) -> list[Job]:
+        if running := self.jobs():
+            raise InvalidValue("--file", str(self._file.path), "a run without jobs", why=f"has job {running[0].name}")
+        self._prepare()
+        try:
+            self._submit("service")
+            for _ in range(hosts):
+                self._submit("host")
+        except InvalidValue:
+            for job in self.jobs():
+                _called("scancel", job.name)
+            raise
+        return self.jobs()
+
+    def jobs(self) -> list[Job]:
+        found = []
+        for part, name in self._names.items():
+            lines = _called("squeue", "--noheader", f"--name={name}", "--format=%i|%T|%N|%r").splitlines()
+            for line in lines:
+                number, state, machine, reason = line.strip().split("|", 3)
+                found.append(Job(number, part, state.lower(), machine, "" if reason == "None" else reason))
+        return found
+
+    def want(self, hosts: int) -> list[Job]:
+        present = [job for job in self.jobs() if job.part == "host" and not self._released(job.name).exists()]
+        for _ in range(hosts - len(present)):
+            self._submit("host")
+        by_worth = sorted(present, key=lambda job: (job.state != "pending", -int(job.name)))
+        for job in by_worth[: max(0, len(present) - hosts)]:
+            self.release(job.name)
+        return self.jobs()
+
+    def release(self, host: str) -> None:
+        job = next((job for job in self.jobs() if job.name == host and job.part == "host"), None)
+        if job is None:
+            raise InvalidValue("host", host, "the number of a host's job, as `dora cluster status` lists it")
+        self._released(host).touch()
+        _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), host)
+
+    def down(self) -> list[str]:
+        if self._folder.is_dir():
+            (self._folder / "ended").touch()
+        for job in self.jobs():
+            _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), job.name)
+        ends_s = time.monotonic() + DRAIN_S
+        while (left := self.jobs()) and time.monotonic() < ends_s:
+            time.sleep(POLL_S)
+        for job in left:
+            _called("scancel", job.name)
+        return [job.name for job in left]
+
+    # ------------------------------------------------------------------------------------------------------------ own
+
+    def _prepare(self) -> None:
+        """Makes the shared folder and writes what the jobs read. Raises InvalidValue for a folder that will not do."""
+        folder = self._folder
+        try:
+            for each in (folder, folder / "logs", folder / "released"):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_locks(folder / "lock")
+            for left in (folder / "ended", folder / "address", *(folder / "released").iterdir()):
+                left.unlink(missing_ok=True)
+            if not (folder / "token").exists():
+                replace_durably(folder / "token", secrets.token_hex(32))
+            shutil.copyfile(self._file.path, folder / "run.toml")
+            for name, text in self.planned().items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            allowed = f"a folder on storage of all nodes, with locks and fsync ({error.strerror})"
+            raise InvalidValue(f"{TABLE}.folder", str(folder), allowed) from error
+
+    def _submit(self, part: str) -> None:
+        _called("sbatch", "--parsable", str(self._folder / f"{part}.sh"), setting=f"{TABLE}.{part}")
+
+    def _released(self, job: str) -> Path:
+        return self._folder / "released" / job
+
+
+def _check_locks(path: Path) -> None:
+    """Raises OSError if a lock or fsync does not work there."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _called(command: str, *arguments: str, setting: str = TABLE) -> str:
+    """Runs one of Slurm's commands. Raises InvalidValue for ``setting`` with the reason if it fails."""
+    try:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=CALL_S, check=False)
+    except FileNotFoundError as error:
+        raise InvalidValue(setting, command, "a command on the PATH of this machine, a login node of Slurm") from error
+    except subprocess.TimeoutExpired as error:
+        raise InvalidValue(setting, command, f"an answer of slurmctld within {CALL_S:.0f} s") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise InvalidValue(setting, " ".join((command, *arguments)), f"what Slurm accepts: {said[-1]}")
+    return done.stdout

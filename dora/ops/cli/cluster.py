@@ -1,0 +1,81 @@
+"""``dora cluster``"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dora.ops.cli.exits import say
+from dora.ops.cli.options import JsonOption
+from dora.ops.cli.output import print_result
+
+if TYPE_CHECKING:
+    from dora.cluster.adapter import Cluster, Job
+
+UP = "dora cluster up --file run.toml --hosts 4"
+STATUS = "dora cluster status --file run.toml"
+SCALE = "dora cluster scale 8 --file run.toml"
+DOWN = "dora cluster down --file run.toml"
+
+FileOption = Annotated[
+    Path, typer.Option("--file", metavar="FILE", help="The run's configuration, with a table \\[slurm].")
+]
+
+
+def up(
+    file: FileOption = Path("run.toml"),
+    hosts: Annotated[
+        int | None, typer.Option(min=0, max=4096, metavar="N", help="Host jobs; default: slurm.hosts.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and submit nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit the service and its hosts. An earlier run's state in the same folder is carried on."""
+    cluster, default = _cluster(file)
+    hosts = default if hosts is None else hosts
+    if dry_run:
+        for name, text in cluster.planned().items():
+            typer.echo(f"# {name}\n{text}")
+        return
+    _shown(cluster.up(hosts), as_json)
+
+
+def status(file: FileOption = Path("run.toml"), as_json: JsonOption = False) -> None:
+    """List the jobs of the run. `dora hosts` shows the hosts that have joined."""
+    _shown(_cluster(file)[0].jobs(), as_json)
+
+
+def scale(
+    hosts: Annotated[int, typer.Argument(min=0, max=4096, metavar="HOSTS", help="Host jobs.")],
+    file: FileOption = Path("run.toml"),
+    as_json: JsonOption = False,
+) -> None:
+    """Submit further hosts, or release some: their requests move, then their jobs end."""
+    _shown(_cluster(file)[0].want(hosts), as_json)
+
+
+def down(file: FileOption = Path("run.toml")) -> None:
+    """End all jobs of the run, at once where they have not begun. Its state stays for the next `dora cluster up`."""
+    killed = _cluster(file)[0].down()
+    say("dora: the run has no jobs" + (f"; killed: {', '.join(killed)}" if killed else ""))
+
+
+def _cluster(file: Path) -> "tuple[Cluster, int]":
+    """Returns the cluster of a file, and its number of hosts."""
+    from dora.cluster.adapters import cluster_of
+    from dora.cluster.run_file import read_run_file
+
+    read = read_run_file(file)
+    return cluster_of(read), int(read.table.get("hosts", 1))
+
+
+def _shown(jobs: "Iterable[Job]", as_json: bool) -> None:
+    from rich.table import Table
+
+    found = list(jobs)
+    table = Table("job", "part", "state", "machine", "reason", box=None)
+    for job in found:
+        table.add_row(job.name, job.part, job.state, job.machine, job.reason)
+    print_result([asdict(job) for job in found], table, as_json)

@@ -1,0 +1,182 @@
+"""``dora cluster`` on a real Slurm: preempted and lost nodes, a requeued service, hosts that come and go."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dora
+from dora.client import Operator
+from dora.data.trajectory import TrajectoryGroup
+from dora.errors import DoraError
+from tests.clusters.slurm import Slurm, is_there, with_marks
+from tests.prometheus.server import free_address
+
+STEPS, GROUPS = 4, 3
+pytestmark = pytest.mark.xdist_group("slurm")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    if not is_there():
+        pytest.skip("there is no Slurm: `make slurm` fetches it from Debian's packages")
+    with Slurm(tmp_path / "slurm") as started:
+        yield started
+
+
+class Run:
+    """A run on Slurm, by the commands that its user would type."""
+
+    def __init__(self, slurm: Slurm, folder: Path, model: Path, **table: Any) -> None:
+        self.slurm, self.file, self.shared = slurm, folder / "run.toml", folder / "shared"
+        address = free_address()
+        self.address = address
+        values = {
+            "folder": str(self.shared),
+            "hosts": 1,
+            "workers": 1,
+            "port": int(address.rpartition(":")[2]),
+            "address": "127.0.0.1",
+            "dora": f"{Path(sys.executable).with_name('dora')}",
+            **table,
+        }
+        lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
+        self.file.write_text(f"""
+            model = "{model}"
+            prompts = "tiny"
+            [window]
+            size = 2
+            [rollout]
+            group_size = 4
+            max_tokens = 600
+            ignore_eos = true
+            [workers]
+            engine = "fake"
+            count = 1
+            slots = 8
+            kv_tokens = 16384
+            max_model_len_tokens = 2048
+            [kv]
+            pool_mb = 0
+            [slurm]
+            {lines}
+        """)
+
+    def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dora", "cluster", *arguments]
+        return subprocess.run(command, env=self.slurm.environment, capture_output=True, text=True, check=False)
+
+    def jobs(self, part: str) -> list[dict[str, str]]:
+        found = json.loads(self.dora("status", "--file", str(self.file), "--json").stdout)
+        return [job for job in found if job["part"] == part]
+
+    async def until_hosts(self, *names: str) -> None:
+        """Returns once exactly these hosts, beside the service's own, are ready."""
+        token = (self.shared / "token").read_text()
+        async with asyncio.timeout(150):
+            while True:
+                try:
+                    async with Operator(self.address, token) as operator:
+                        found = (await operator.status()).hosts
+                    if {each.name for each in found if each.workers_ready} == {"local", *names}:
+                        return
+                except DoraError:
+                    pass
+                await asyncio.sleep(0.5)
+
+
+async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left."""
+    run = Run(slurm, tmp_path, tiny_dense)
+    file = ("--file", str(run.file))
+    done = run.dora("up", *file, "--hosts", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert sorted(job["part"] for job in json.loads(done.stdout)) == ["host", "host", "service"]
+    first, second = (job["name"] for job in run.jobs("host"))
+    await run.until_hosts(f"h{first}", f"h{second}")
+    machines = {job["name"]: job["machine"] for job in run.jobs("host")}
+
+    def happens(step: int) -> None:
+        if step == 0:  # a job of more rank takes the first host's node for a while
+            node = f"--nodelist={machines[first]}"
+            slurm.call("sbatch", "--partition=high", node, "--output=/dev/null", "--wrap=sleep 1")
+        elif step == 1:
+            slurm.lose_node(machines[second], second)
+        elif step == 2:
+            slurm.call("scontrol", "requeue", run.jobs("service")[0]["name"])
+
+    steps: list[list[TrajectoryGroup]] = []
+    async with dora.Trainer(run.address, token=(run.shared / "token").read_text(), connect_s=200.0) as trainer:
+        async for step in trainer.steps(groups=GROUPS):
+            steps.append([group async for group in step])
+            await asyncio.to_thread(happens, len(steps) - 1)
+            await step.commit(weights=tiny_dense, wait=True)
+            if len(steps) == STEPS:
+                break
+    names = [group.group_id for step in steps for group in step]
+    assert len(set(names)) == STEPS * GROUPS
+    for taken in steps:
+        assert all(set(group.staleness.tolist()) <= {0, 1} and len(set(group.versions)) == 1 for group in taken)
+    await run.until_hosts(f"h{first}")
+    async with asyncio.timeout(90):  # Slurm sees that the node is down, and requeues its job
+        waits = {first: "running", second: "pending"}
+        while {job["name"]: job["state"] for job in run.jobs("host")} != waits:  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0.5)
+    scaled = json.loads(run.dora("scale", "1", *file, "--json").stdout)
+    assert {job["part"] for job in scaled} == {"service", "host"}, "hosts beyond the number are released"
+    assert [job["name"] for job in run.jobs("host")] == [first], "one that does not run is released first"
+    assert run.dora("scale", "0", *file).returncode == 0
+    await run.until_hosts()
+    ended = run.dora("down", *file)
+    assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
+    assert run.jobs("service") == run.jobs("host") == []
+    assert with_marks([f"{run.shared}"]) == []
+
+
+def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    run = Run(slurm, tmp_path, tiny_dense, host=["--partition=nowhere"])
+    done = run.dora("up", "--file", str(run.file))
+    assert done.returncode == 2 and "slurm.host" in done.stderr and "nowhere" not in done.stdout
+    assert json.loads(run.dora("status", "--file", str(run.file), "--json").stdout) == []
+    assert len(done.stderr.splitlines()) == 1 and run.jobs("service") == run.jobs("host") == []
+    run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
+    unusable = run.dora("up", "--file", str(run.file))
+    assert unusable.returncode == 2 and "slurm.folder" in unusable.stderr
+
+
+def test_the_scripts_can_be_read_and_submitted_by_hand(tmp_path: Path, tiny_dense: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'model = "{tiny_dense}"\n[slurm]\nfolder = "{tmp_path}/a b"\n'
+        'host = ["--gres=gpu:8"]\nsetup = ["module load x"]'
+    )
+    command = [sys.executable, "-m", "dora", "cluster", "up", "--dry-run", "--file", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    service, host = printed.split("# host.sh\n")
+    assert "#SBATCH --gres=gpu:8\n" in host and "#SBATCH --gres" not in service and "\nmodule load x\n" in host
+    for script in (service, host):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert not (tmp_path / "a b").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "[slurm]"),
+        ("slurm = 3", "[slurm]"),
+        ("[slurm]\nhosts = 2", "slurm.folder"),
+        ('[slurm]\nfolder = "x"\nhost = "--gres=gpu"', "slurm.host"),
+        ('[slurm]\nfolder = "x"\n[windw]\nsize = 2', "windw"),
+        ('[slurm]\nfolder = "x"', "squeue"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(text: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    command = [sys.executable, "-m", "dora", "cluster", "up", "--hosts", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) <= 2, done.stderr
