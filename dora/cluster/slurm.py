@@ -31,6 +31,7 @@ from dora.cluster.run_file import RunFile
 from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
+from dora.system.environment import without_secrets
 from dora.system.files import replace_durably
 
 TABLE: Final = "slurm"
@@ -167,7 +168,15 @@ def _check_locks(path: Path) -> None:
 def _called(command: str, *arguments: str, setting: str = TABLE) -> str:
     """Runs one of Slurm's commands. Raises InvalidValue for ``setting`` with the reason if it fails."""
     try:
-        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=CALL_S, check=False)
+        # sbatch gives a job the caller's environment
+        done = subprocess.run(
+            [command, *arguments],
+            env=without_secrets(),
+            capture_output=True,
+            text=True,
+            timeout=CALL_S,
+            check=False,
+        )
     except FileNotFoundError as error:
         raise InvalidValue(setting, command, "a command on the PATH of this machine, a login node of Slurm") from error
     except subprocess.TimeoutExpired as error:

@@ -30,7 +30,8 @@ def padded_logprobs(
 
     ``routers``, those of ``module``, use the recorded experts. If None, they choose.
     """
-    if {*(getattr(module.config, "layer_types", None) or ())} - LAYERS:
+    config = getattr(module, "config", None)
+    if {*(getattr(config, "layer_types", None) or ())} - LAYERS:
         return whole_row_logprobs(module, trajectories, routers)
     padded = response_logprobs(module, trajectories, routers)
     return torch.cat([row[: each.length_tokens] for row, each in zip(padded, trajectories, strict=True)])

@@ -193,7 +193,7 @@ async def test_the_service_evaluates_with_its_environment_and_is_killed(tiny_den
             Operator(service.address, service.token) as operator,
             dora.Prompts(service.address, service.token) as prompts,
         ):
-            await until(operator, lambda status: not status.evaluations)
+            await until(operator, lambda status: any(each.version == 3 for each in status.evaluated))
             asked = [{"text": "ab", "prompt_id": "one", "environment": HELD_OUT}]
             (group,) = (await prompts.evaluate(asked).whole()).groups
     finally:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dora.core.state import Counters
-from dora.ops.cli.app import COMMANDS, app
+from dora.ops.cli.app import CLUSTER_COMMANDS, COMMANDS, app
 from dora.ops.cli.reference import main, meanings, reference
 from dora.orchestrator.rollout.telemetry import Telemetry
 from tests.refusals import refused
@@ -66,6 +66,7 @@ def test_every_command_and_every_counter_is_in_it() -> None:
     assert {*COMMANDS, "groups_lost", "groups_open", "handoffs_now"} <= described()
     assert {field.name for field in fields(Counters)} | Telemetry().counters().keys() <= described()
     commands = {*COMMANDS, "simulate", "simulate presets", "simulate sweep", "tls make"}
+    commands |= {f"cluster {name}" for name in CLUSTER_COMMANDS}
     assert commands == set(re.findall(r"^\| `([^`]+)` \| .+ \| `dora ", reference()["commands.md"], re.MULTILINE))
 
 
