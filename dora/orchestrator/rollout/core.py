@@ -10,7 +10,7 @@ Handlers: TypeAlias = Mapping[type, Callable[[Any], object]]  # by command: who 
 
 
 class Core(Protocol):
-    """The one way of events to the core, and its state to read."""
+    """Hands events to the core, and gives its state to read."""
 
     @property
     def state(self) -> State: ...
@@ -25,4 +25,4 @@ class Core(Protocol):
         """Runs a coroutine in the background. A failure of it is a bug."""
 
     def now(self) -> float:
-        """Seconds since the Unix epoch."""
+        """Returns seconds since the Unix epoch."""

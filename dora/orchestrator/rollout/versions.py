@@ -17,7 +17,7 @@ from dora.weights.store import WeightStore
 
 @dataclass(eq=False, repr=False)
 class Versions:
-    """``kept``: the versions that a restart needs; None: there is no state folder."""
+    """Carries out the core's commands to versions. A restart needs those ``kept``, or none without a state folder."""
 
     _core: Core
     _store: WeightStore
