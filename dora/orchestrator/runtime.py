@@ -59,7 +59,7 @@ HOPELESS: Final = (
 
 
 class Runtime:
-    """One service's parts, each with the state that it owns. Each gets those that it uses."""
+    """Holds one service's parts, each with its own state and the parts that it uses."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Runtime:
             settled.cancel()
 
     def _storage_changed(self, fault: str) -> None:
-        """Ignored until the core is restored: otherwise the journal would record a fresh core's window and trainer."""
+        """Reports a fault once the core is restored: before, the journal would record a fresh window and trainer."""
         if self.incarnation.reattachment.is_over:
             self.core.post(on.StorageChanged(fault))
 
