@@ -33,7 +33,6 @@ def text_of(found: Iterable[Family], collectors: Sequence[Collector]) -> bytes:
 
 @lru_cache(maxsize=8192)
 def _shown(labels: Sequence[str], values: Sequence[str]) -> str:
-    """Returns the labels of a sample, in braces, or an empty text without labels."""
     pairs = [f'{label}="{_escaped(value)}"' for label, value in zip(labels, values, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 

@@ -103,7 +103,6 @@ class Runtime:
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))
 
     def _register(self, verifier: Verifier, group_filter: GroupFilter | None) -> None:
-        """Builds the parts that only carry out commands, and registers all handlers."""
         core, feed, buffer, journal = self.core, self.feed, self.buffer, self.journal
         environments, evaluations = self.environments, self.evaluations
         for part in (

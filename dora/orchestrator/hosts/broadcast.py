@@ -48,7 +48,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The host has the whole version: its workers may load it."""
+    """Says that the host has the whole version, so its workers may load it."""
 
     host: str
     version: int
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The host could not get the version. ``remind`` makes it try again."""
+    """Says that the host could not get the version. ``remind`` makes it try again."""
 
     host: str
     version: int
@@ -97,7 +97,7 @@ class _Version:
 
 
 class Broadcast:
-    """The state of all versions on all hosts. Each event returns the commands that follow, in order."""
+    """Holds the state of all versions on all hosts. Each event returns the commands that follow, in order."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}

@@ -138,7 +138,6 @@ class Examinations:
 
 
 def _peers_of(name: str, relays: Sequence[Upstream]) -> list[Upstream]:
-    """Returns the hosts to which one measures its links: the service's own, and those that follow it by name."""
     others = [each for each in relays if each.host != name]
     others.sort(key=lambda each: (each.host != LOCAL, each.host <= name, each.host))
     return others[:PEERS_MAX]

@@ -396,7 +396,6 @@ class Hosts:
         self._distributor.retired(version)
 
     def _within_reach(self, name: str, version: int) -> None:
-        """Notes that a host has the whole version and its workers may load it."""
         host = self._hosts.get(name)
         if host is None:
             return

@@ -34,7 +34,7 @@ class Record:
 
 
 class EventLog:
-    """The events in a state folder's log. It may be read while the service writes.
+    """Reads the events in a state folder's log. It may be read while the service writes.
 
     Iteration yields its Records in order, one at a time in memory, as often as needed. It raises InvalidValue, with the
     file, the byte offset and the reason, for a record that is damaged or unknown. A torn end, as after a crash, is

@@ -111,7 +111,7 @@ def check_binding(
 
 
 def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields what has other content than in the last incarnation."""
+    """Yields what has changed since the last incarnation."""
     named = {
         "model": config.model,
         "prompts": config.prompts.source,

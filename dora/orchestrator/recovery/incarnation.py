@@ -71,6 +71,6 @@ class DurableEnds:
             session.send(pb.WorkerCommand(settled=pb.Settled(request_ids=request_ids)))
 
     def _is_turn(self, request_id: str, turn: int) -> bool:
-        """Returns whether no later turn of the response was requested, which its worker would confuse with it."""
+        """Returns whether no later turn was requested: the worker would take it for the settled one."""
         entry = self._buffer.get(request_id)
         return entry is None or len(entry.inputs) == turn

@@ -59,7 +59,6 @@ def _pinned(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
 
 
 def _begin_anew(requests: Requests, positions: range) -> None:
-    """Resets these requests to the state without tokens."""
     span = slice(positions.start, positions.stop)
     requests.counts[span], requests.ends[span], requests.heard_at[span] = 0, 0, 0
     requests.attempts[span] = 0

@@ -16,7 +16,7 @@ class Core(Protocol):
     def state(self) -> State: ...
 
     def post(self, event: on.Event) -> None:
-        """Hands an event to the core and carries out its commands. Not allowed while another one is handled."""
+        """Hands an event to the core and carries out its commands. Must not be called while another one is handled."""
 
     def soon(self, action: Callable[[], None]) -> None:
         """Calls ``action`` after the present event."""

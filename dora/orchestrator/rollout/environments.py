@@ -99,7 +99,6 @@ class Environments:
         _wake(self._readers, request_id)
 
     def _offer(self, response: ResponseState) -> None:
-        """Gives a session to an attendee, unless one has it already."""
         if response.request_id in self._attendee_of:
             return
         environment = response.prompt.environment

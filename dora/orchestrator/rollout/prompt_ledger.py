@@ -300,7 +300,6 @@ class PromptLedger:
         return known
 
     def _withdraw(self, prompts: Sequence[_KnownPrompt], cancelled: Sequence[str]) -> None:
-        """Withdraws these prompts: they get no group, and a restart does not draw them again."""
         arrivals = [known.arrival for known in prompts if known.position == SUBMITTED]
         positions = [known.position for known in prompts if known.position != SUBMITTED]
         self._journal.note(records.PromptsWithdrawn(arrivals, positions, list(cancelled)))

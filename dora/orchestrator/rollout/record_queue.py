@@ -94,7 +94,7 @@ class RecordQueue:
             await self._stored(functools.partial(self._recorder.commit, step, folder, identity))
 
     async def republished(self, version: int, folder: Path, identity: bytes) -> None:
-        """Like ``committed``, for a version that was published again."""
+        """Does the same as ``committed``, for a version that was published again."""
         if self._recorder is not None:
             await self._stored(functools.partial(self._recorder.republish, version, folder, identity))
 

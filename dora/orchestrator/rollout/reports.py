@@ -204,7 +204,6 @@ class WorkerReports:
         return canary
 
     def _vocab_size(self, session: WorkerSession) -> int:
-        """Returns the model's vocabulary size, or the engine's if the model's config has none."""
         return self._store.reference.vocab_size or session.capability.vocab_size
 
     def _note_copy(self, session: MemberSession, outcome: pb.WorkerOutcome) -> None:
@@ -217,7 +216,6 @@ class WorkerReports:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
 
     def _note_time(self, session: WorkerSession | PoolSession, pending: Pending, outcome: pb.WorkerOutcome) -> None:
-        """Enters the times of loads and copies, and the results of live handoffs."""
         command, handoff = pending.command, pending.handoff
         took_s = awake_s() - pending.sent_s
         if isinstance(command, do.LoadVersion) and outcome.ok:

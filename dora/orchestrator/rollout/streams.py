@@ -148,7 +148,7 @@ class StepStream:
 
 
 class KvTier(Protocol):
-    """The server of the shared KV tier, for operators."""
+    """Describes the server of the shared KV tier for operators."""
 
     def status(self, workers: int) -> pb.KvTierStatus:
         """Returns the tier's status, with the number of workers that reach it."""

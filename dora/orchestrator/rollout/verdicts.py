@@ -55,7 +55,6 @@ class Verdicts:
         self._core.spawn(self._score_evaluated(entry) if entry.is_evaluation else self._score(entry))
 
     def _closed(self, request_id: str) -> ResponseState:
-        """Returns a finished response after closing it, if it is a session."""
         entry = self._buffer[request_id]
         if entry.is_session and not entry.is_closed:
             self._journal.session(entry, self._buffer.close(entry, self._core.now()))

@@ -34,7 +34,6 @@ class Versions:
         }
 
     def _forget(self, version: int) -> None:
-        """Notes that a restart of the service does not need the version."""
         self._journal.note(records.Retired(version, version == self._rollout.reference_version))
         self._core.spawn(self.drop_kept(version))
 
@@ -47,7 +46,6 @@ class Versions:
         self._hosts.retired(command.version)
 
     async def _free(self, gone: Path) -> None:
-        """Deletes a retired version's files in the background."""
         with self._storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(self._store.free, gone)
 

@@ -55,7 +55,6 @@ class Checkpoints:
         )
 
     async def _kept(self, folder: Path, name: str) -> tuple[str, int]:
-        """Keeps the newest version under a name. Returns its folder and the version."""
         newest = self._core.state.window.newest
         named.check_name(folder, name)
         facts = {"version": newest, "kept_at": time.time()}

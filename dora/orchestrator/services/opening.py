@@ -90,7 +90,6 @@ class Opening:
             raise LimitExceeded("version", version, f"opened later: {full}")
 
     def _live(self) -> list[int]:
-        """Returns the live versions that workers can have, ascending."""
         state = self._core.state
         versions = range(state.window.oldest_live, state.window.newest + 1)
         return [each for each in versions if version_state(state, each) not in ("rejected", "unavailable")]

@@ -343,18 +343,15 @@ def checked_replays(group_ids: Sequence[str], fresh: Container[str], most: int) 
 
 
 def _known(metrics: Mapping[str, float], name: str) -> float:
-    """Returns one of WINDOW_METRICS, or -1 if it is missing or out of range."""
     value = metrics.get(name, -1.0)
     return value if 0.0 <= value <= WINDOW_METRICS[name] else -1.0
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:
-    """Identifies a repeated commit by step, version and the files' hashes."""
     return _digest(f"{request.step}/{request.version}", request)
 
 
 def _republish_digest(request: pb.RepublishVersionRequest) -> bytes:
-    """Identifies a repeated request by version, the files' hashes and the canary."""
     return _digest(f"{request.version}/{request.canary.token_ids.hex()}/{request.canary.logprobs.hex()}", request)
 
 

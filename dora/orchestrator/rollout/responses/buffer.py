@@ -33,7 +33,7 @@ _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed
 
 
 class ResponseBuffer:
-    """Response states by request and by group; removed once their group is committed or cancelled."""
+    """Holds response states by request and by group until their group is committed or cancelled."""
 
     def __init__(self, rollout: RolloutConfig, routing: RoutingShape | None = None, window_versions: int = 0) -> None:
         """Workers report routed experts of the shape ``routing``, or none if it is None. Admitted responses keep

@@ -68,7 +68,6 @@ def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseSta
 
 
 def _check_repeated(response: ResponseState, columns: TokenColumns, index: int) -> None:
-    """Raises ReportError if tokens that the response has already are not the same."""
     first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
     buffered = response.tokens[first : first + count]
     repeated = columns.token_ids[begin : begin + len(buffered)]

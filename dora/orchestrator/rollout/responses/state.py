@@ -40,14 +40,14 @@ TOKEN: Final = packed.TOKEN  # the buffer's layout of a token
 
 
 class ReportError(InvalidValue):
-    """A report that does not continue the response buffer: a bug in a worker, which must be replaced."""
+    """Says that a report does not continue the response buffer: a bug in a worker, which must be replaced."""
 
     REFUSED = "does not continue the response"
 
 
 @dataclass(slots=True)
 class SegmentStart:
-    """The first token of a segment, its worker, and how the request arrived there."""
+    """Holds the first token of a segment, its worker, and how the request arrived there."""
 
     worker_id: str
     first_token: int
