@@ -111,7 +111,7 @@ def check_binding(
 
 
 def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields what has changed since the last incarnation."""
+    """Yields the settings whose content has changed since the last incarnation, each with a message."""
     named = {
         "model": config.model,
         "prompts": config.prompts.source,

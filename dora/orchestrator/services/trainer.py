@@ -198,8 +198,8 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
-        """Permits only the version that the open step commits, a rejected one, and the last republished one, because
-        the trainer repeats a call whose reply is lost.
+        """Permits only the version that the open step commits, a rejected one, and the last republished one. The
+        trainer repeats a republication whose reply is lost.
         """
         self._check_epoch(trainer_epoch)
         state, anew = self._core.state, self._last_republish
@@ -326,8 +326,8 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def checked_replays(group_ids: Sequence[str], fresh: Container[str], most: int) -> tuple[str, ...]:
-    """Returns the replayed groups that a commit names. Raises InvalidValue for more than ``most``, a repeated name, an
-    unknown one, and one in ``fresh``, the step's own groups.
+    """Returns the replayed groups that a commit names. Raises InvalidValue for more than ``most``, a repeated id, one
+    that no group can have, and one in ``fresh``, the step's own groups.
     """
     if len(group_ids) > most:
         raise InvalidValue("replayed_groups", f"{len(group_ids)} groups", f"at most {most}, the groups of a step")

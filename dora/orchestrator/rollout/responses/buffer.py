@@ -260,7 +260,7 @@ class ResponseBuffer:
         return self._append(worker_id, version, columns, buffered, at)
 
     def _append(self, worker_id: str, version: int, columns: TokenColumns, buffered: Column, at: float) -> Accepted:
-        """Appends new tokens, span by span. ``buffered`` has the earlier tokens of each span's response."""
+        """Appends new tokens without a loop over them. ``buffered`` has the earlier tokens of each span's response."""
         rows = columns.rows
         repeated = np.minimum(buffered - columns.first_tokens, columns.counts)
         after = buffered + columns.counts - repeated
