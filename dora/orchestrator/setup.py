@@ -215,7 +215,7 @@ def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> We
 
 
 def lacking_room(run_folder: Path, bound_bytes: int) -> str:
-    """Returns a warning if the file system lacks room for the window's versions, else an empty text."""
+    """Returns a warning, or '' if the file system has room for the window's versions. The folder need not exist."""
     room = os.statvfs(nearest_existing(run_folder))
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes >= bound_bytes:
@@ -301,7 +301,7 @@ async def recorder_of(
     carries_on: bool,
     bound: Callable[[Recorder | None], Awaitable[Recorder | None]] | None = None,
 ) -> Recorder | None:
-    """Opens the run record, which no other service may have, or with ``carries_on`` an earlier incarnation's.
+    """Opens the run record unless another service has it. With ``carries_on``, an earlier incarnation may have made it.
 
     ``bound`` checks that the record belongs to the service's state, before anything is written to it.
     """

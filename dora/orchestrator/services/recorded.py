@@ -24,7 +24,7 @@ _SAME: Final = ("task_id", "sample_index", "started_at", "finished_at", "finish_
 
 @dataclass(eq=False, repr=False)
 class RecordedTrajectories:
-    """Reads one file at a time, in a thread. ``record`` is its folder, or empty if the service keeps none."""
+    """Reads one file at a time, in a thread. ``record`` is the record's folder, or empty without a record."""
 
     _state: State
     _record: str

@@ -12,7 +12,7 @@ WORKERS: Final = "/dora.v1.Worker/"
 
 
 class WakingInterceptor(ServerInterceptor):
-    """Wakes the service. Runs behind the interceptor that identifies callers."""
+    """Runs behind the interceptor that identifies callers."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
