@@ -244,7 +244,9 @@ class PromptLedger:
         self._move(prompt_id, "finish")
 
     def cancel_group(self, responses: Sequence[ResponseState], line: str, *, on_request: bool) -> None:
-        """Cancels the prompt's group. ``line`` is the run record's, as JSON; ``on_request`` means that a user asked."""
+        """Notes the group's cancellation, with the run record's ``line`` as JSON. ``on_request`` means that a user
+        asked.
+        """
         first = responses[0]
         self._move(first.prompt.prompt_id, "cancel group")
         names = [first.group_id, first.prompt.prompt_id] if on_request else [first.group_id]
@@ -268,8 +270,8 @@ class PromptLedger:
         passed: Iterable[int] = (),
         ended: bool = False,
     ) -> None:
-        """Restores prompts: admitted ones with position and arrival, queued ones with arrival. ``passed`` is not drawn
-        again.
+        """Restores prompts: admitted ones with position and arrival, queued ones with arrival. Positions in ``passed``
+        are not drawn again.
         """
         for prompt, position, arrival in admitted:
             self._known[prompt.prompt_id] = _KnownPrompt(prompt, PromptState.ADMITTED, position, arrival)

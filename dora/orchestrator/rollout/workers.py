@@ -51,7 +51,7 @@ class Workers:
             self._core.spawn(self._cannot_load(command, str(error)))
 
     async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
-        """Reports a failed load for the worker. Another host may still have the version."""
+        """Reports a failed load for the worker. If the worker is on another host, that host may have the version."""
         kind = "missing" if self._hosts.shares_store(command.worker_id) else "refused"
         self._core.post(on.CommandDone(command.worker_id, command.epoch, command.command_id, False, error, kind))
         self._hosts.look_at_store(command.version)
