@@ -12,7 +12,7 @@ Reading: TypeAlias = float | Labelled | None  # None: without a meaning now
 
 @dataclass(frozen=True)
 class DeclaredMetric(Generic[Source]):
-    """A gauge or counter. ``read`` takes its value, or its values by label, from a source."""
+    """Declares a gauge or counter. ``read`` takes its value, or its values by label, from a source."""
 
     name: str
     meaning: str
@@ -24,7 +24,7 @@ class DeclaredMetric(Generic[Source]):
         return "counter" if self.name.endswith("_total") else "gauge"
 
     def values(self, source: Source) -> Labelled | None:
-        """Reads the metric; None: it has no meaning now."""
+        """Reads the metric. Returns None if it has no meaning now."""
         found = self.read(source)
         return found if found is None else dict(found) if isinstance(found, Mapping) else {(): found}
 

@@ -17,7 +17,7 @@ LONG_BOUNDS_S: Final = tuple(factor * 10.0**decade for decade in range(-2, 4) fo
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A histogram. ``values``: those that its ``label`` can have, all of which are shown from the start."""
+    """Describes a histogram. All ``values`` of its ``label`` are shown from the start."""
 
     name: str
     meaning: str

@@ -33,7 +33,6 @@ def text_of(found: Iterable[Family], collectors: Sequence[Collector]) -> bytes:
 
 @lru_cache(maxsize=8192)
 def _shown(labels: Sequence[str], values: Sequence[str]) -> str:
-    """The labels of a sample, in braces; none without labels."""
     pairs = [f'{label}="{_escaped(value)}"' for label, value in zip(labels, values, strict=True)]
     return f"{{{','.join(pairs)}}}" if pairs else ""
 
@@ -41,7 +40,7 @@ def _shown(labels: Sequence[str], values: Sequence[str]) -> str:
 class HistogramText:
     """Writes the series of one histogram. prometheus-client takes eight times as long, which counts with 1,024 engines.
 
-    ``labels``: names of all but ``le``.
+    ``labels`` names all but ``le``.
     """
 
     def __init__(self, name: str, meaning: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
@@ -52,7 +51,7 @@ class HistogramText:
         self._labels = tuple(labels)
 
     def of(self, series: Iterable[tuple[Sequence[str], Sequence[int], float]]) -> bytes:
-        """``series``: values of the labels, the count of each bucket, and the sum."""
+        """Formats series of label values, the count of each bucket, and the sum."""
         parts = [self._head]
         for values, counts, total in series:
             shown = _shown(self._labels, tuple(values))[1:-1]

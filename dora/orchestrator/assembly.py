@@ -26,8 +26,8 @@ def services_of(
     kv_secret: bytes = b"",
     session_secret: bytes = b"",
 ) -> Services:
-    """``snapshots``: the folder of KV snapshots. ``kv_secret``: of the run, if an earlier incarnation made one;
-    ``session_secret``: as of ``Capabilities``.
+    """Builds the services. KV snapshots are in ``snapshots``. An earlier incarnation may have made the secrets;
+    ``session_secret`` goes to ``Capabilities``.
     """
     config, core, buffer, journal, life = of.config, of.core, of.buffer, of.journal, of.incarnation
     sessions, hosts, store, telemetry, feed = of.sessions, of.hosts, of.store, of.telemetry, of.feed

@@ -33,13 +33,13 @@ log = logging.getLogger("dora.service")
 
 
 class Traces(Protocol):
-    """The traces of a service (``tracing/spans.py``)."""
+    """Follows a service's events for its traces (``tracing/spans.py``)."""
 
     def came(self, event: on.Event, commands: Sequence[do.Command]) -> None:
         """Follows an event that the core has handled, and its commands."""
 
     def submitted(self, prompt_ids: Sequence[str], trace: Mapping[str, str]) -> None:
-        """Notes the span of the client that submitted these prompts. ``trace``: W3C's fields."""
+        """Notes the span of the client that submitted these prompts. ``trace`` has W3C's fields."""
 
     def published(self, step: int, version: int, took_s: float) -> None:
         """Enters the publication that a step's commit has just made."""
@@ -47,7 +47,7 @@ class Traces(Protocol):
 
 @dataclass(eq=False, repr=False)
 class ServiceCore:
-    """The machine, and the tasks in the background. ``executor`` gets its handlers after this is built."""
+    """Runs the machine, and the tasks in the background. ``executor`` gets its handlers after this is built."""
 
     machine: Machine
     executor: Executor

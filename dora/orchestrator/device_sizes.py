@@ -41,7 +41,7 @@ def placement_for(workers: WorkersConfig) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """A start's choice for a worker on GPUs, and the bounds by their data sheet. ``kv_tokens`` 0: unknown."""
+    """Holds a start's choice for a worker on GPUs, and the data sheet's bounds. ``kv_tokens`` 0 means unknown."""
 
     gpu: str
     slots: int
@@ -62,7 +62,7 @@ class DeviceSizes:
 
 
 def device_sizes(config: Config, model: Path, reference: Reference, placement: Placement) -> DeviceSizes | None:
-    """Returns the sizes of workers on GPUs; None on CPUs.
+    """Returns the sizes of workers on GPUs, or None on CPUs.
 
     Requests hold half of their longest response on average. Raises InvalidValue if the slots are to be chosen and the
     GPU has no data sheet.
@@ -86,7 +86,7 @@ def device_sizes(config: Config, model: Path, reference: Reference, placement: P
 
 
 def with_sizes(config: Config, sizes: DeviceSizes | None) -> Config:
-    """The configuration with these sizes."""
+    """Returns the configuration with these sizes."""
     if sizes is None:
         return config
     workers = config.workers.model_copy(update={"slots": sizes.slots})
@@ -94,7 +94,7 @@ def with_sizes(config: Config, sizes: DeviceSizes | None) -> Config:
 
 
 def trainer_command(placement: Placement, address: str) -> str:
-    """Returns the command of the reference trainer on the GPUs that no worker gets; empty: there are none."""
+    """Returns the command of the reference trainer on the GPUs that no worker gets, or an empty text without any."""
     own = placement.for_trainer
     if not own:
         return ""

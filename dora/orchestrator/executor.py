@@ -12,7 +12,7 @@ from dora.orchestrator.rollout.core import Handlers
 
 
 class Executor:
-    """The handlers of all parts, by command."""
+    """Holds the handlers of all parts, by command."""
 
     def __init__(self) -> None:
         self._handler_of: dict[type, Callable[[Any], object]] = {}

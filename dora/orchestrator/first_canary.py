@@ -30,7 +30,7 @@ async def compare_later(
     config: Config, model: Path, canary_here: Callable[[], Canary | None], progress: Callable[[str], None]
 ) -> None:
     """Compares version 0 as its first worker has computed it, which ``canary_here`` returns once it has, with
-    transformers. GPUs need not wait for that. Raises as ``first_canary``, and CanaryMismatch.
+    transformers. GPUs need not wait for that. Raises CanaryMismatch, and like ``first_canary``.
     """
     expected, workers = await first_canary(config, model, progress), config.workers
     if expected is None:

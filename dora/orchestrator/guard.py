@@ -13,25 +13,25 @@ from dora.tls.http import HttpTls
 
 
 def tls_of(config: Config) -> Tls | None:
-    """Returns the service's TLS files; None: it has none. Raises InvalidValue if one is lacking."""
+    """Returns the service's TLS files, or None. Raises InvalidValue if one is lacking."""
     named = config.tls
     return Tls.from_files(named.folder, cert=named.cert, key=named.key, ca=named.ca, domain=named.domain)
 
 
 def contexts_of(config: Config) -> Contexts | None:
-    """Returns what the service's own relay needs; None: it is in the clear. Raises as ``tls_of``."""
+    """Returns the TLS contexts of the service's own relay, or None if it is in the clear. Raises like ``tls_of``."""
     tls = tls_of(config)
     return Contexts(tls) if tls is not None else None
 
 
 def http_tls_of(config: Config) -> HttpTls | None:
-    """Returns the TLS of the service's HTTP servers; None: they are in the clear. Raises as ``tls_of``."""
+    """Returns the TLS of the service's HTTP servers, or None if they are in the clear. Raises like ``tls_of``."""
     tls = tls_of(config)
     return HttpTls(tls, mutual=config.tls.clients == "certificate") if tls is not None else None
 
 
 def tls_of_children(config: Config) -> Tls | None:
-    """Returns the TLS files of a process of this host that connects to the service. Raises as ``tls_of``."""
+    """Returns the TLS files of a process of this host that connects to the service. Raises like ``tls_of``."""
     tls = tls_of(config)
     if tls is None or not is_wildcard(config.service.listen.rpartition(":")[0]):
         return tls

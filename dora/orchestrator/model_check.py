@@ -10,7 +10,7 @@ from dora.weights.contradictions import check_folder
 
 
 def check_model(config: Config, model: Path) -> tuple[str, ...]:
-    """Warnings about the folder. Raises InvalidValue if it contradicts itself, or if the workers' engine refuses it."""
+    """Returns warnings about the folder. Raises InvalidValue if it contradicts itself, or the engine refuses it."""
     if config.model in NAMES:
         return ()
     workers = config.workers

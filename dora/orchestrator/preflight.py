@@ -205,7 +205,7 @@ async def _check_prompts(config: Config, model: Path, vocab_size: int, said: Sai
 
 
 async def _check_functions(config: Config, model: Path | None, source: PromptSource | None, said: Said) -> None:
-    """Loads the reward function and the filter in a process each. ``source`` None: its reward is unknown."""
+    """Loads the reward function and the filter in a process each. If ``source`` is None, its reward is unknown."""
     config = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
     if source is not None or config.reward.function:
         prompts = source or PromptSource(config.prompts.source, "", lambda index: None)

@@ -18,7 +18,7 @@ LOOK_S: Final = 1.0
 
 
 def with_token(config: Config) -> Config:
-    """Returns the configuration with the token of ``service.token_file``, if it names no other. Raises InvalidValue."""
+    """Returns the configuration with its own token, or that of ``service.token_file``. Raises InvalidValue."""
     service = config.service
     if service.token or not service.token_file:
         return config

@@ -59,7 +59,7 @@ HOPELESS: Final = (
 
 
 class Runtime:
-    """One service's parts, each with the state that it owns. Each gets those that it uses."""
+    """Holds one service's parts, each with its own state and the parts that it uses."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class Runtime:
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))
 
     def _register(self, verifier: Verifier, group_filter: GroupFilter | None) -> None:
-        """Builds the parts that only carry out commands, and registers all handlers."""
         core, feed, buffer, journal = self.core, self.feed, self.buffer, self.journal
         environments, evaluations = self.environments, self.evaluations
         for part in (
@@ -175,7 +174,7 @@ class Runtime:
             settled.cancel()
 
     def _storage_changed(self, fault: str) -> None:
-        """Ignored until the core is restored: otherwise the journal would record a fresh core's window and trainer."""
+        """Reports a fault once the core is restored: before, the journal would record a fresh window and trainer."""
         if self.incarnation.reattachment.is_over:
             self.core.post(on.StorageChanged(fault))
 

@@ -51,7 +51,7 @@ FILES_MAX: Final = 1 << 16
 
 
 def open_many_files() -> None:
-    """Raises the limit of open files, at most to ``FILES_MAX``: each connection needs one."""
+    """Raises the limit of open files, at most to ``FILES_MAX``, because each connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = min(FILES_MAX, hard) if hard != resource.RLIM_INFINITY else FILES_MAX
     if soft != resource.RLIM_INFINITY and soft < files:
@@ -65,7 +65,7 @@ def cache_of(config: Config) -> Path:
 async def prepared_model(config: Config, progress: Callable[[str], None], umask: int = -1) -> Path:
     """Returns the model's folder. A process of its own makes a named model, because the service loads no torch.
 
-    ``umask``: of that process, whose cache users may share; -1: this process's.
+    Users may share its cache, so that process has this ``umask``; -1 means this process's.
     """
     cache = cache_of(config)
     if (made := made_model(config.model, cache)) is None:
@@ -88,12 +88,11 @@ async def prepared_model(config: Config, progress: Callable[[str], None], umask:
 
 
 def with_context(config: Config, model: Path) -> Config:
-    """The configuration with ``workers.max_model_len_tokens``, which by default is the model's own.
+    """Returns the configuration with ``workers.max_model_len_tokens``, by default the model's own.
 
-    It is at most ``workers.kv_tokens``, whole blocks: one request has to fit into a worker's KV-cache, whatever the
-    model was made for. A model that does not say what it was made for has ``CONTEXT_UNSAID_TOKENS``. Raises
-    InvalidValue where engines are asked for longer contexts than the model has, or for more ranks than divide it: they
-    would not start; or where ``rollout.max_tokens`` leaves no room for a prompt.
+    It is at most ``workers.kv_tokens``, in whole blocks, because one request has to fit into a worker's KV-cache. It is
+    ``CONTEXT_UNSAID_TOKENS`` if the model states no limit. Raises InvalidValue for a longer context than the model has,
+    for ranks that do not divide the model, and if ``rollout.max_tokens`` leaves no room for a prompt.
     """
     if config.workers.count and config.workers.engine == "vllm":
         check_parallel(model, config.workers.tensor_parallel, config.workers.pipeline_parallel)
@@ -115,15 +114,13 @@ def with_context(config: Config, model: Path) -> Config:
 
 
 def with_load_time(config: Config, reference: Reference) -> Config:
-    """The configuration with a ``workers.load_timeout_s`` that the model's size allows (``load_limit_s``)."""
+    """Returns the configuration with a ``workers.load_timeout_s`` that the model's size allows (``load_limit_s``)."""
     limit_s = load_limit_s(reference.content_bytes, config.workers.load_timeout_s)
     return config.model_copy(update={"workers": config.workers.model_copy(update={"load_timeout_s": limit_s})})
 
 
 def required_routing(config: Config, model: Path) -> RoutingShape | None:
-    """The shape of the routed experts that workers report; None if they report none. Raises InvalidValue for a dense
-    model.
-    """
+    """Returns the shape of reported routed experts, or None if none are. Raises InvalidValue for a dense model."""
     return routing(model) if config.workers.router_replay else None
 
 
@@ -148,11 +145,10 @@ def check_engine(config: Config) -> None:
 
 @contextlib.contextmanager
 def run_folder_of(config: Config, secret: str = "") -> Iterator[Path]:
-    """The service's shared memory: weights, KV snapshots, logs. Removed at the end if the service made it.
+    """Makes the service's shared memory for weights, KV snapshots and logs, and removes it at the end if it is new.
 
     Leftovers of killed services are removed first: their folders in shared memory, and versions and snapshots in a
-    named folder (logs stay). ``secret``: of the state folder. Raises InvalidValue if a running service or another user
-    has the folder.
+    named folder (logs stay). Raises InvalidValue if a running service or another user has the folder.
     """
     if config.service.run_folder:
         with _taken_over(Path(config.service.run_folder), keeps=bool(config.service.state)) as folder:
@@ -183,8 +179,8 @@ def run_folder_of(config: Config, secret: str = "") -> Iterator[Path]:
 
 
 def made_for_state(config: Config, secret: str) -> Path:
-    """The run folder of a service with a state folder, if none is named: each incarnation has the same one. The state
-    folder's ``secret`` makes the name one that other users cannot guess.
+    """Returns the run folder of a service with a state folder, if none is named. Each incarnation has the same one. The
+    ``secret`` makes its name one that other users cannot guess.
     """
     place = f"{secret}/{os.getuid()}/{Path(config.service.state).resolve()}"
     name = hashlib.blake2b(place.encode(), digest_size=16).hexdigest()
@@ -207,7 +203,7 @@ def writable(field: str, folder: Path) -> Iterator[None]:
 
 def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> WeightStore:
     """Makes the weight store with version 0, and the folder for snapshots beside it. The store keeps the reference
-    version, unless that is 0, the model itself. ``kept``: versions of an earlier incarnation.
+    version, unless that is 0, the model itself, and has room for ``kept`` versions of an earlier incarnation.
     """
     with writable(RUN_FOLDER, run_folder):
         (run_folder / SNAPSHOTS_FOLDER).mkdir(exist_ok=True)
@@ -219,7 +215,7 @@ def store_of(run_folder: Path, model: Path, config: Config, kept: int = 0) -> We
 
 
 def lacking_room(run_folder: Path, bound_bytes: int) -> str:
-    """A warning if the file system lacks room for the versions of the window; else empty. The folder need not exist."""
+    """Returns a warning, or '' if the file system has room for the window's versions. The folder need not exist."""
     room = os.statvfs(nearest_existing(run_folder))
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes >= bound_bytes:
@@ -230,10 +226,9 @@ def lacking_room(run_folder: Path, bound_bytes: int) -> str:
 
 @contextlib.contextmanager
 def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
-    """Takes over a folder that the user named. An earlier service may have ended there in any way; none may be running
-    there.
+    """Takes over a folder that the user named, in which no service may be running.
 
-    ``keeps``: versions and snapshots stay, for a service that carries on.
+    If ``keeps``, versions and snapshots stay, for a service that carries on.
     """
     lock = folder / LOCK_FILE
     try:
@@ -257,7 +252,7 @@ def _taken_over(folder: Path, keeps: bool) -> Iterator[Path]:
 def check_run_folder(config: Config, secret: str = "") -> Path:
     """Returns the folder in which ``run_folder_of`` would have its folder or that folder itself; changes nothing.
 
-    ``secret``: of the state folder. Raises InvalidValue in the cases in which ``run_folder_of`` would.
+    Raises InvalidValue in the cases in which ``run_folder_of`` would.
     """
     named = Path(config.service.run_folder) if config.service.run_folder else None
     folder = named or (made_for_state(config, secret) if config.service.state else None)
@@ -306,7 +301,7 @@ async def recorder_of(
     carries_on: bool,
     bound: Callable[[Recorder | None], Awaitable[Recorder | None]] | None = None,
 ) -> Recorder | None:
-    """Opens the run record, which no other service may have. ``carries_on``: an earlier incarnation may have begun it.
+    """Opens the run record unless another service has it. With ``carries_on``, an earlier incarnation may have made it.
 
     ``bound`` checks that the record belongs to the service's state, before anything is written to it.
     """
@@ -353,9 +348,9 @@ def _own_folders(config: Config) -> list[Path]:
 
 
 def check_record(config: Config, carries_on: bool) -> RecordContent | None:
-    """Returns the record's content; changes nothing. ``carries_on``: an earlier incarnation may have begun it.
+    """Returns the record's content; changes nothing. With ``carries_on``, an earlier incarnation may have begun it.
 
-    Raises InvalidValue if the record cannot be written, a running service has it, or an earlier run.
+    Raises InvalidValue if the record cannot be written, or belongs to a running service or an earlier run.
     """
     folder = Path(config.record)
     if not config.record:

@@ -78,13 +78,13 @@ class ServiceHandle:
 
     @property
     def token(self) -> str:
-        """The owner's token, which permits everything that a client may do."""
+        """Returns the owner's token, which permits everything that a client may do."""
         return self.tokens[Role.OWNER]
 
 
 @dataclass(slots=True)
 class ServiceStart:
-    """The parts of a service in order of construction; ``stack`` ends them in the reverse order."""
+    """Builds the parts of a service in order; ``stack`` ends them in the reverse order."""
 
     config: Config
     tokens: ServiceTokens
@@ -252,7 +252,7 @@ class ServiceStart:
         return runtime
 
     async def _recorder(self, store: WeightStore, reward: str) -> Recorder | None:
-        """Opens the record, and checks that the state and all that belongs to it are of one time."""
+        """Opens the record, and checks that it belongs to the state."""
         config, state = self.config, self.state
         if state is None:
             return await recorder_of(config, store, self.stack, False)
@@ -341,7 +341,7 @@ async def tracing(runtime: Runtime, config: Config) -> AsyncIterator[None]:
 
 
 def position_of(runtime: Runtime) -> dict[str, int]:
-    """The step that is being filled, and the newest version."""
+    """Returns the step that is being filled, and the newest version."""
     window = runtime.core.state.window
     return {"step": window.step, "version": window.newest}
 
@@ -369,7 +369,7 @@ def journal_of(config: Config, state: StateFolder, storage: Storage) -> Journal:
 async def tier_of(
     config: Config, run_folder: Path, storage: Storage, stack: contextlib.AsyncExitStack
 ) -> TierServer | None:
-    """Starts the server of the shared KV tier; None if the configuration has no tier."""
+    """Starts the server of the shared KV tier. Returns None if the configuration has no tier."""
     if config.kv.tier == "none":
         return None
     tier = TierServer(config.kv, chunk_tokens_of(config.workers.block_tokens), run_folder, storage)

@@ -14,7 +14,7 @@ from dora.weights.reference import Reference
 
 @dataclass(frozen=True, slots=True)
 class VersionMemory:
-    """The host memory that a weight store's versions may take, beside what its folder can ever have."""
+    """Holds the memory that a weight store's versions may take, and what its folder can ever have."""
 
     versions: int
     version_bytes: int
@@ -39,12 +39,12 @@ class VersionMemory:
 
 
 def gigabytes(size_bytes: int) -> str:
-    """A size for people, to three digits."""
+    """Formats a size for people, to three digits."""
     return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.3g} MB"
 
 
 def version_memory(config: Config, reference: Reference, folder: Path, kept: int = 0) -> VersionMemory:
-    """The memory for the versions of a store in ``folder``, which need not exist. ``kept``: see ``weight_versions``."""
+    """Returns the memory for a store in ``folder``, which need not exist. ``weight_versions`` explains ``kept``."""
     versions = weight_versions(config, kept)
     folder = nearest_existing(folder)
     limit_bytes = 0
@@ -54,14 +54,14 @@ def version_memory(config: Config, reference: Reference, folder: Path, kept: int
 
 
 def size_of(folder: Path) -> int:
-    """The size of a folder's file system; 0: it has no limit."""
+    """Returns the size of a folder's file system, or 0 if it has no limit."""
     room = os.statvfs(folder)
     return room.f_blocks * room.f_frsize
 
 
 def weight_versions(config: Config, kept: int = 0) -> int:
-    """The number of versions that a host's weight store may hold: the window's, the next one, those that
-    evaluations pin, and the reference. ``kept``: versions of an earlier incarnation, whose window may have been wider.
+    """Returns the number of versions that a host's weight store may hold: the window's, the next one, those that
+    evaluations pin, the reference, and ``kept`` ones of an earlier incarnation, whose window may have been wider.
     """
     reference = 1 if config.rollout.reference_version else 0
     return config.service.weight_versions or config.live_versions(kept) + reference

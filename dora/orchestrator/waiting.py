@@ -52,7 +52,7 @@ async def until_ready(
 
 
 def unreproduced(runtime: Runtime) -> str | None:
-    """Returns why the first workers refuse version 0, which no worker has loaded; None: they do not.
+    """Returns why the first workers refuse version 0, which no worker has loaded, or None if they do not.
 
     Its weights are the model's own, so no trainer can publish it again.
     """

@@ -28,7 +28,7 @@ COMPLAINTS: Final = 2  # hosts that got wrong bytes from another one before nobo
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Order to a host: fetch this version from the first of these hosts that can give it. Replaces an earlier order."""
+    """Orders a host to fetch this version from the first of these hosts that can give it. Replaces an earlier order."""
 
     host: str
     epoch: int
@@ -39,7 +39,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Order to a host: drop this version."""
+    """Orders a host to drop this version."""
 
     host: str
     epoch: int
@@ -48,7 +48,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The host has the whole version: its workers may load it."""
+    """Says that the host has the whole version, so its workers may load it."""
 
     host: str
     version: int
@@ -56,7 +56,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """The host could not get the version. ``remind`` makes it try again."""
+    """Says that the host could not get the version. ``remind`` makes it try again."""
 
     host: str
     version: int
@@ -65,9 +65,7 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """No host can give the version: no live host has the whole of it (``holders``), and it must be published again; or
-    the hosts that have it are reported to send wrong bytes.
-    """
+    """Says that no live host has the whole version (``holders``), or that its hosts are reported to send bad bytes."""
 
     version: int
     name: str
@@ -99,7 +97,7 @@ class _Version:
 
 
 class Broadcast:
-    """The state of all versions on all hosts. Each event returns the commands that follow, in order."""
+    """Holds the state of all versions on all hosts. Each event returns the commands that follow, in order."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
@@ -130,12 +128,12 @@ class Broadcast:
         return {version: live.name for version, live in sorted(self._versions.items())}
 
     def chain(self, version: int) -> tuple[str, ...]:
-        """The hosts in the order in which the version reaches them; empty if it is not live or no host has it."""
+        """Returns the hosts in the order in which the version reaches them, or none if no host has it live."""
         live = self._versions.get(version)
         return live.chain.hosts if live is not None and live.chain is not None else ()
 
     def link(self, host: str) -> Link | None:
-        """The measured link on which a host receives; None if only slower hosts gave to it."""
+        """Returns the measured link on which a host receives, or None if only slower hosts gave to it."""
         self._weigh()
         known = self._hosts.get(host)
         return known.link if known is not None else None
@@ -143,7 +141,7 @@ class Broadcast:
     # --------------------------------------------------------------------------------------------------------- events
 
     def joined(self, host: str, epoch: int, address: str, zone: str = "", held: Iterable[str] = ()) -> list[Command]:
-        """A host joins. ``address``: of its relay; ``held``: names of the versions that it has whole.
+        """Adds a host with the ``address`` of its relay and the versions ``held`` whole, by name.
 
         It gets the missing versions, the newest first, and drops versions that are not live. A service that starts
         again therefore names its live versions first (``restored``). A later epoch of a host replaces the earlier one.
@@ -188,9 +186,8 @@ class Broadcast:
     def published(self, version: int, name: str, host: str, total_bytes: int, anew: bool = False) -> list[Command]:
         """Adds a version that a trainer has published on a host; the others fetch it.
 
-        A repetition changes nothing. ``anew``: it replaces a live version that was rejected; hosts with the same
-        weights may load them again. Raises Conflict if another version of this number is live, or a newer one was
-        published before.
+        A repetition changes nothing. With ``anew`` it replaces a rejected version; hosts with the same weights may load
+        them again. Raises Conflict if another version of this number is live, or a newer one was published before.
         """
         live = self._versions.get(version)
         if live is not None and live.name == name:
@@ -223,8 +220,8 @@ class Broadcast:
         return self._whole(host, known, version)
 
     def failed(self, host: str, epoch: int, outcome: FetchFailed) -> list[Command]:
-        """A host could get a version from none of its upstreams. It gets other ones; after some attempts it waits for
-        ``remind``, and its followers take the version from others.
+        """Gives other upstreams to a host that could get a version from none. After some attempts, the host waits for
+        ``remind`` and its followers take the version from others.
         """
         known = self._hosts.get(host)
         version, _ = parsed_name(outcome.name)
@@ -248,7 +245,7 @@ class Broadcast:
         return [*out, *self._left(host, version, live)]
 
     def missed(self, host: str, epoch: int, name: str) -> list[Command]:
-        """A host has lost a version, or has it damaged: it fetches the version again from another host."""
+        """Makes a host that has lost or damaged a version fetch it again from another host."""
         known = self._hosts.get(host)
         version, _ = parsed_name(name)
         live = self._versions.get(version)
@@ -262,7 +259,7 @@ class Broadcast:
         return out if is_told or self.holders(version) else [*out, Gone(version, name)]
 
     def retired(self, version: int) -> list[Command]:
-        """No step trains on the version: all hosts drop it."""
+        """Makes all hosts drop a version on which no step trains."""
         live = self._versions.pop(version, None)
         if live is None:
             return []
@@ -291,7 +288,6 @@ class Broadcast:
     # ------------------------------------------------------------------------------------------------------- deciding
 
     def _whole(self, host: str, known: _Host, version: int) -> list[Command]:
-        """A host has the whole version, in whatever way."""
         live = self._versions[version]
         if self.has(host, version):
             return []

@@ -34,10 +34,10 @@ _ROLES_MAX: Final = 64
 
 
 class Examinations:
-    """Belongs to the event loop."""
+    """Examines hosts, on the event loop."""
 
     def __init__(self, hosts: Hosts, sessions: MemberSessions, state: State, tls: Tls | None) -> None:
-        """``tls``: the files of the service's own host."""
+        """``tls`` has the files of the service's own host."""
         self._hosts = hosts
         self._sessions = sessions
         self._state = state
@@ -46,8 +46,8 @@ class Examinations:
         self._is_under_way = False
 
     async def run(self, *, probe: bool = False) -> AsyncGenerator[pb.ExaminedHost]:
-        """Yields each host's result as it comes, the service's own first. ``probe``: each also moves KV blocks and a
-        version's chunks. Raises Conflict for a second one at once.
+        """Yields each host's result as it comes, the service's own first. With ``probe``, each also moves KV blocks and
+        a version's chunks. Raises Conflict if an examination is running.
         """
         if self._is_under_way:
             raise Conflict("examination", "another", "started when the one under way has ended", why="is under way")
@@ -138,7 +138,6 @@ class Examinations:
 
 
 def _peers_of(name: str, relays: Sequence[Upstream]) -> list[Upstream]:
-    """The hosts to which one measures its links: the service's own, and those that follow it by name."""
     others = [each for each in relays if each.host != name]
     others.sort(key=lambda each: (each.host != LOCAL, each.host <= name, each.host))
     return others[:PEERS_MAX]

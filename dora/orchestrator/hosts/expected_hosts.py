@@ -15,19 +15,19 @@ from dora.rpc.roles import ServiceTokens
 
 @dataclass(slots=True)
 class ExpectedHost:
-    """``names``: of its workers and its pool."""
+    """Describes an expected host with the ``names`` of its workers and its pool."""
 
     epoch: int
     names: set[str]
     distrusted: set[str] = field(default_factory=set)  # to be killed and started again
 
     def workers_of(self, name: str) -> set[str]:
-        """All names but the pool's. ``name``: the host's."""
+        """Returns all names but the pool's. ``name`` is the host's."""
         return self.names - {pool_id_of(name)}
 
 
 class ExpectedHosts:
-    """Expected hosts by name. ``stands``: from the ledger: [epoch, {worker or pool: mark of its token}]."""
+    """Holds expected hosts by name. The ledger's ``stands`` are [epoch, {worker or pool: mark of its token}]."""
 
     def __init__(self, stands: Mapping[str, Any], tokens: ServiceTokens) -> None:
         """Makes the tokens of all these workers and pools valid."""
@@ -66,9 +66,8 @@ class ExpectedHosts:
         return self._hosts.pop(host)
 
     def distrust(self, name: str) -> str | None:
-        """Revokes the token of a worker or pool, which is killed and started again.
-
-        Returns its host if that is expected.
+        """Revokes the token of a worker or pool, which is killed and started again. Returns its host if that is
+        expected.
         """
         host = self.host_of(name)
         if host is not None:
@@ -85,7 +84,7 @@ class ExpectedHosts:
         return host
 
     def stand(self, host: str) -> tuple[int, dict[str, str]]:
-        """The epoch, and the marks of the valid tokens."""
+        """Returns the epoch, and the marks of the valid tokens."""
         expected = self._hosts[host]
         names = sorted(expected.names - expected.distrusted)
         return expected.epoch, {name: self._tokens.mark_of(name) for name in names}

@@ -22,7 +22,7 @@ _ADDRESS: Final = re.compile(r"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):([
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """A front. ``host`` empty: it listens at every address of the service's own machine. ``secure``: under TLS."""
+    """Describes a front. If ``host`` is empty, it listens at every address of the service's own machine."""
 
     host: str
     port: int
@@ -30,8 +30,8 @@ class Front:
 
     @classmethod
     def of(cls, address: str, caller: str, *, secure: bool) -> "Front":
-        """Returns the front that listens at ``address``. ``caller``: the address from which it calls, for one that
-        listens at every address. Raises InvalidValue.
+        """Returns the front that listens at ``address``, or if that is a wildcard, at ``caller``, from which it calls.
+        Raises InvalidValue.
         """
         found = _ADDRESS.fullmatch(address)
         if found is None or int(found[2]) >= 1 << 16:
@@ -42,8 +42,8 @@ class Front:
         return cls(host, int(found[2]), secure)
 
     def reached_from(self, reached: str) -> str | None:
-        """Returns the address for one who reaches the service's machine as ``reached``; None: it reaches no front that
-        listens on loopback.
+        """Returns the address for clients that reach the service's machine as ``reached``, or None if the front listens
+        on loopback and they are elsewhere.
         """
         if self.host and is_loopback(self.host) and not is_loopback(reached):
             return None
@@ -51,8 +51,8 @@ class Front:
 
 
 class Fronts:
-    """Belongs to the event loop. A front is lost if its call ends before it leaves. At most ``FRONTS_MAX`` lost ones
-    are kept, and the one that was lost first is forgotten first.
+    """Holds the fronts, on the event loop. A front is lost if its call ends before it leaves. At most ``FRONTS_MAX``
+    lost ones are kept, and the one that was lost first is forgotten first.
     """
 
     def __init__(self, clock: Callable[[], float] = awake_s) -> None:
@@ -75,7 +75,7 @@ class Fronts:
 
     @contextmanager
     def serving(self, front: Front) -> Iterator[None]:
-        """Raises LimitExceeded."""
+        """Holds the front until its call ends. Raises LimitExceeded."""
         if len(self._open) >= FRONTS_MAX:
             raise LimitExceeded("fronts", len(self._open) + 1, f"at most {FRONTS_MAX}")
         key = object()
@@ -90,12 +90,12 @@ class Fronts:
                     del self._lost[next(iter(self._lost))]
 
     def leave(self, front: Front) -> None:
-        """Takes a front off that has been stopped, whichever of its calls is known to have ended."""
+        """Removes a front that was stopped, even if the end of its calls is not known yet."""
         self._open = {key: each for key, each in self._open.items() if each != front}
         self._lost.pop(front, None)
 
     def __iter__(self) -> Iterator[Front]:
-        """Each once, though two incarnations of one may be connected; the lost ones are the last."""
+        """Yields each front once, though two incarnations of one may be connected; the lost ones are the last."""
         oldest_s = self._clock() - LOST_S
         lost = [front for front, since_s in self._lost.items() if since_s > oldest_s]
         return iter(dict.fromkeys((*self._open.values(), *lost)))

@@ -90,7 +90,7 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------ coming and going
 
     def expect(self, stands: Mapping[str, Any], epoch: int, tokens: ServiceTokens) -> Collection[str]:
-        """Expects the hosts of an earlier incarnation's ledger; ``epoch``: the last that was given.
+        """Expects the hosts of an earlier incarnation's ledger, whose last epoch was ``epoch``.
 
         Returns the names of their workers and pools, which may connect from now on.
         """
@@ -103,7 +103,7 @@ class Hosts:
         return self._expected.members()
 
     def stood(self) -> tuple[on.HostJoined, ...]:
-        """The expected hosts for the core. They surely hold only the model."""
+        """Returns the expected hosts for the core. Only the model is certain to be there."""
         return tuple(on.HostJoined(name, (0,)) for name in (self._expected.names() if self._expected else ()))
 
     def suspend(self) -> None:
@@ -119,9 +119,9 @@ class Hosts:
         self.folder = folder
 
     def open_relay(self, listen_host: str, oldest: int = 0, tls: Contexts | None = None) -> None:
-        """Opens the relay of the service's own host at this address; hosts may join.
+        """Opens the relay of the service's own host at this address, after which hosts may join.
 
-        ``oldest``: stored versions below it are not live; the trainers' reference version may be among them.
+        Stored versions below ``oldest`` are not live; the trainers' reference version may be among them.
         """
         self._distributor.begin(listen_host, oldest, tls)
         self._opened.set()
@@ -131,7 +131,7 @@ class Hosts:
         await self._opened.wait()
 
     def close_relay(self) -> None:
-        """May be called without ``open_relay``."""
+        """Closes the relay if it was opened."""
         self._distributor.close()
 
     @property
@@ -139,7 +139,7 @@ class Hosts:
         return self._config.live_versions(self.kept_versions)
 
     def check(self, hello: pb.HostHello, digest: str) -> None:
-        """Raises InvalidValue, Conflict or LimitExceeded for a host that cannot serve here. ``digest``: the model's."""
+        """Raises InvalidValue, Conflict or LimitExceeded for an unusable host. ``digest`` is the model's."""
         name = check_host_name(hello.name)
         check_zone(hello.zone)
         if hello.dora_version != __version__:
@@ -189,7 +189,6 @@ class Hosts:
         return self._expected is not None and self._expected.orphaned(hello)
 
     def _adopt(self, session: HostSession, launcher: RemoteLauncher, kept: set[str]) -> None:
-        """Adopts a host's workers, and sends it the orders that did not reach it."""
         assert self._expected is not None
         expected, pool_id = self._expected.take(session.name), pool_id_of(session.name)
         workers = expected.workers_of(session.name)
@@ -210,7 +209,7 @@ class Hosts:
         self._end(name, expected.epoch, expected.names, reason)
 
     def _stands(self, name: str) -> None:
-        """Tells the journal who of a host may come back to a later life, and by which token."""
+        """Logs the host's epoch and the tokens with which its processes may return after a restart."""
         host = self._hosts.get(name)
         if host is None or host.session is None or self._tokens is None:
             return
@@ -219,7 +218,7 @@ class Hosts:
         self._note(records.HostStands(name, host.session.epoch, marks))
 
     def welcome(self, session: HostSession, digest: str, orphan_timeout_s: float = 0.0) -> pb.HostWelcome:
-        """The first message to a new host. ``orphan_timeout_s``: how long its processes live without this service."""
+        """Returns the first message to a host, whose processes live for ``orphan_timeout_s`` without this service."""
         assert self._tokens is not None
         config = self._config
         settings = config.model_dump_json(include={"workers", "kv"})
@@ -239,7 +238,7 @@ class Hosts:
         )
 
     def welcomed(self, session: HostSession, workers: int) -> None:
-        """Starts the host's workers unless it has kept them; below 0: as many as the service's own host."""
+        """Starts the host's workers unless it has kept them. If ``workers`` is below 0, it is the own host's number."""
         host = self._hosts.get(session.name)
         if host is not None and host.session is session and not session.goes_on:
             host.launcher.scale(self._config.workers.count if workers < 0 else workers)
@@ -317,7 +316,7 @@ class Hosts:
                 host.session.leave("the service has ended")
 
     def host_of(self, name: str) -> str | None:
-        """The host of a worker or pool that a launcher of the service started; otherwise None."""
+        """Returns the host of a worker or pool that a launcher of the service started, or None."""
         for host in self._hosts.values():
             if name in host.launcher.workers or name == pool_id_of(host.name):
                 return host.name
@@ -377,17 +376,17 @@ class Hosts:
         return self._distributor.publishing(version)
 
     def name_of(self, version: int) -> str:
-        """The published name of a live version, whether or not its weights exist; empty for other versions."""
+        """Returns the published name of a live version, even if its weights do not exist, or an empty text."""
         return self._distributor.name_of(version)
 
     def name(self, version: int) -> str:
-        """The name by which workers load a version, each from its own host. Raises NotFound if it is neither live nor
+        """Returns the name by which workers load a version from their hosts. Raises NotFound if it is neither live nor
         stored.
         """
         return self.name_of(version) or self._store.name(version)
 
     def canary(self, version: int) -> Canary | None:
-        """The canary that workers must reproduce; None if unknown. Raises like ``name``."""
+        """Returns the canary that workers must reproduce, or None if it is unknown. Raises like ``name``."""
         return self._distributor.canary(version)
 
     def retired(self, version: int) -> None:
@@ -397,7 +396,6 @@ class Hosts:
         self._distributor.retired(version)
 
     def _within_reach(self, name: str, version: int) -> None:
-        """Notes that a host has the whole version and its workers may load it."""
         host = self._hosts.get(name)
         if host is None:
             return
@@ -437,7 +435,7 @@ class Hosts:
         self._distributor.missed_here(version)
 
     def _lost_version(self, version: int, reason: str) -> None:
-        """No host and no store has the version. Posted after the current event."""
+        """Reports a version that no host and no store has, after the current event."""
         asyncio.get_running_loop().call_soon(self._post, on.VersionUnavailable(version, reason))
 
     def _order(self, name: str, epoch: int, order: pb.HostOrder) -> None:
@@ -467,25 +465,25 @@ class Hosts:
     # --------------------------------------------------------------------------------------------------------- status
 
     def workers(self) -> frozenset[str]:
-        """The workers of all connected hosts: those that run, and those that start."""
+        """Returns the running and starting workers of all connected hosts."""
         return frozenset(name for host in self._hosts.values() for name in host.launcher.workers)
 
     def connected(self) -> list[str]:
-        """The names of the service's own host and the connected ones."""
+        """Returns the names of the service's own host and the connected ones."""
         return list(self._hosts)
 
     def status(self, name: str) -> pb.HostStatus | None:
-        """One host of ``connected``; None: there is none of this name."""
+        """Returns the status of a host of ``connected``, or None."""
         host = self._hosts.get(name)
         return None if host is None else self._status(host)
 
     def session(self, name: str) -> HostSession | None:
-        """The connection of a host's agent; None: of no connected one, or of the service's own."""
+        """Returns the connection of a host's agent, or None if it is not connected or is the service's own host."""
         host = self._hosts.get(name)
         return None if host is None else host.session
 
     async def relays(self, limit_s: float) -> list[Upstream]:
-        """The relays of all hosts. Waits up to ``limit_s`` for those of hosts that have just joined."""
+        """Returns the relays of all hosts. Waits up to ``limit_s`` for those of hosts that have just joined."""
         settling = [asyncio.create_task(host.session.settled.wait()) for host in self._remote() if host.session]
         if settling:
             _, late = await asyncio.wait(settling, timeout=limit_s)
@@ -494,12 +492,12 @@ class Hosts:
         return self._distributor.relays()
 
     def fetched(self, name: str) -> tuple[float, int]:
-        """The seconds until a host's last version had come from another one, and the bytes that came; 0: none has."""
+        """Returns the seconds and bytes of a host's last fetch from another host, or 0 if it has fetched nothing."""
         session = self.session(name)
         return (0.0, 0) if session is None else session.fetched
 
     def examiner(self, tls: Tls | None) -> Examiner:
-        """Returns the examiner of the service's own host. ``tls``: its files."""
+        """Returns the examiner of the service's own host, which uses these TLS files."""
         return self._distributor.examiner(self.folder, tls)
 
     def states(self) -> list[str]:
@@ -508,7 +506,7 @@ class Hosts:
         return [*(_state_of(host) for host in self._hosts.values()), *(shown.state for shown in lost)]
 
     def statuses(self) -> list[pb.HostStatus]:
-        """The hosts for operators: the service's own first, then connected, expected and lost ones."""
+        """Returns the hosts for operators: the service's own first, then connected, expected and lost ones."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))
         expected = self._expected.statuses() if self._expected is not None else ()
         return [*map(self._status, there), *expected, *self._lost.values()]

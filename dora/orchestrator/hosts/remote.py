@@ -46,7 +46,7 @@ class HostSession:
         """Returns the workers to be ordered again, which have been ``absent`` for ``limit_s``. If one stays absent as
         long again, also returns the reason to give the host up: its agent reports, and does not obey.
 
-        A worker of which the agent reports trouble is not awaited.
+        A worker with trouble that the agent reports is not awaited.
         """
         now_s = awake_s()
         awaited = [name for name in absent if name not in self.troubles]
@@ -95,12 +95,12 @@ class HostSession:
         self._outbox.put_nowait(None)
 
     async def next_order(self) -> pb.HostOrder | None:
-        """None ends the stream."""
+        """Returns the next order, or None at the end of the stream."""
         return await self._outbox.get()
 
 
 class RemoteLauncher:
-    """The workers of a host that an agent runs (``host/launcher.py`` has the contract)."""
+    """Launches the workers of a host that an agent runs (``host/launcher.py`` has the contract)."""
 
     def __init__(self, session: HostSession, tokens: ServiceTokens, changed: Callable[[], None] = lambda: None) -> None:
         """``changed`` is called after each change of the workers or their tokens."""
@@ -131,8 +131,8 @@ class RemoteLauncher:
         self._session.send(pb.HostOrder(start_worker=pb.StartWorker(worker_id=worker_id, token=token)))
 
     def stop(self, worker_id: str, *, again: bool = False) -> None:
-        """``again``: starts the worker, or the host's pool, again with another token, because the order may be late or
-        lost.
+        """Stops a worker. With ``again``, starts it or the host's pool again with another token, because the order may
+        be late or lost.
         """
         if again and (worker_id in self._workers or worker_id == self._pool_id):
             order = pb.StopWorker(worker_id=worker_id, again=True, token=self._tokens.started(worker_id))
@@ -154,7 +154,7 @@ class RemoteLauncher:
         return change
 
     def fails(self, reason: str) -> None:
-        """The agent reports that no worker is left that may be started again."""
+        """Notes the agent's report that no worker is left that may be started again."""
         if not self.failed.done():
             self.failed.set_exception(WorkerStartError(reason))
             self.failed.exception()  # shown in the host's state

@@ -75,7 +75,7 @@ def _command(kv: KvConfig) -> list[str]:
 
 
 class TierServer:
-    """``chunk_tokens``: tokens of a chunk, whole blocks of the workers' engines."""
+    """Runs the tier's server. A chunk has ``chunk_tokens``, whole blocks of the workers' engines."""
 
     def __init__(self, kv: KvConfig, chunk_tokens: int, run_folder: Path, storage: Storage) -> None:
         self._kv = kv
@@ -95,7 +95,7 @@ class TierServer:
 
     @property
     def pid(self) -> int:
-        """The pid of the process; 0: there is none."""
+        """Returns the pid of the process, or 0."""
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     def status(self, workers: int) -> pb.KvTierStatus:
@@ -165,7 +165,7 @@ class TierServer:
         return silent or f"it ended with {code} (its log: {LOG_FILE})"
 
     async def _listen(self, process: asyncio.subprocess.Process) -> str:
-        """Reads the server's messages until it ends. Returns the reason to end it; empty if it has ended."""
+        """Reads the server's messages until it ends. Returns the reason to end it, or an empty text if it has ended."""
         assert process.stdout is not None
         limit_s = START_S
         while True:

@@ -42,8 +42,8 @@ SendOrder = Callable[[str, int, pb.HostOrder], None]
 
 
 class WeightDistributor:
-    """``in_reach`` receives each host and version that it has now, ``lost`` each version that no host has, with the
-    reason. ``order`` sends an order to a host's epoch.
+    """Distributes versions to hosts. ``in_reach`` receives each host with a version that it has now, ``lost`` each
+    version that no host has, with the reason. ``order`` sends an order to a host's epoch.
     """
 
     def __init__(self, store: HostStore, in_reach: InReach, lost: Lost, order: SendOrder) -> None:
@@ -85,19 +85,19 @@ class WeightDistributor:
         return self._broadcast.relays()
 
     def examiner(self, folder: Path, tls: Tls | None) -> Examiner:
-        """Returns the one of the service's own host. ``folder``: of the run."""
+        """Returns the examiner of the service's own host. ``folder`` is the run's."""
         assert self._identity is not None
         return Examiner(self._identity, self.secret, self._store, folder, tls)
 
     def close(self) -> None:
-        """May be called without ``begin``."""
+        """Closes the relay if it was opened."""
         if self._relay is not None:
             self._relay.close()
 
     # --------------------------------------------------------------------------------------------------------- events
 
     def joined(self, host: str, epoch: int, address: str, held: Iterable[str], zone: str = "") -> None:
-        """``zone``: of hosts that reach each other well; the zone of the service's own host has no name."""
+        """Adds a host. Hosts in one ``zone`` reach each other well; that of the service's own host has no name."""
         names = list(held)
         if len(names) > HELD_MAX or len(address) > 256:
             raise InvalidValue("held", f"{len(names)} versions", f"at most {HELD_MAX}")
@@ -160,7 +160,7 @@ class WeightDistributor:
             self._carry_out(self._broadcast.missed(host, epoch, name))
 
     def missed_here(self, version: int) -> None:
-        """The service's own host may have lost a version: checks it and reports the result to ``in_reach``."""
+        """Checks whether the service's own host has lost a version, and reports the result to ``in_reach``."""
         self._suspect.add(version)
         self._look_at_own()
 
@@ -212,7 +212,7 @@ class WeightDistributor:
                 self._suspect.discard(version)
 
     def _is_here(self, version: int, name: str) -> bool | None:
-        """None: the folder of all versions is at fault, which is shown as a storage fault and may pass."""
+        """Returns None if the folder of all versions is at fault, which is shown as a storage fault and may pass."""
         if name in self._damaged:
             return False
         try:
@@ -232,11 +232,11 @@ class WeightDistributor:
             self._carry_out(self._broadcast.failed(host, epoch, outcome))
 
     def name_of(self, version: int) -> str:
-        """The name of a live version; empty for others."""
+        """Returns the name of a live version, or an empty text."""
         return self._broadcast.versions().get(version, "")
 
     def canary(self, version: int) -> Canary | None:
-        """The canary that came with the version, or its first worker's, if that is known here.
+        """Returns the canary that came with the version, or its first worker's, if that is known here.
 
         Raises NotFound for a version that is neither live nor stored.
         """
@@ -268,7 +268,7 @@ class WeightDistributor:
                     self._gone(version, name)
 
     def _gone(self, version: int, name: str) -> None:
-        """No host can give the version. If this host has it, others have complained: its files are read again."""
+        """Handles a version that no host can give. If this host has it, its files are read again."""
         if self._relay is None or version == self._anew:
             return  # nothing is distributed, or the version is here
         if not self._broadcast.has(LOCAL, version):

@@ -13,7 +13,7 @@ from dora.orchestrator.rollout.streams import DRAINED
 
 @dataclass(slots=True)
 class Host:
-    """One machine. ``session`` None: the service's own."""
+    """Describes one machine. The service's own has no ``session``."""
 
     name: str
     launcher: Launcher
@@ -31,7 +31,7 @@ class Host:
 
 
 class WorkerCounts:
-    """``hosts``: the connected ones, by name. ``post`` hands an event to the core, whose ``state`` is read."""
+    """Changes the workers of the connected ``hosts``. ``post`` hands an event to the core, whose ``state`` is read."""
 
     def __init__(self, hosts: Mapping[str, Host], state: State, post: Callable[[on.Event], None]) -> None:
         self._hosts = hosts

@@ -23,7 +23,7 @@ HOST_PATH: Final = "/hosts/{name}/metrics"
 
 
 class Exporter:
-    """Makes the pages of one service. ``model``: the label of its engines' metrics."""
+    """Makes the pages of one service. ``model`` labels its engines' metrics."""
 
     def __init__(self, runtime: Runtime, run_folder: Path, model: str) -> None:
         self._runtime = runtime
@@ -44,7 +44,7 @@ class Exporter:
         )
 
     async def host(self, name: str) -> bytes | None:
-        """The metrics of a connected host, by name; None: there is none."""
+        """Returns the metrics of a connected host, or None if none has this name."""
         status = self._runtime.hosts.status(name)
         if status is None:
             return None
@@ -57,8 +57,8 @@ class Exporter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, text)
 
     def targets(self, address: str, scheme: str = "http") -> list[Mapping[str, Any]]:
-        """The pages as Prometheus discovers them over HTTP, those of fronts included. ``address``: at which it has
-        reached this service. The label ``role`` is service, host or front.
+        """Returns the pages as Prometheus discovers them over HTTP, those of fronts included. It has reached this
+        service at ``address``. The label ``role`` is service, host or front.
         """
         pages = [(SERVICE_PATH, address, "service")]
         pages += [(HOST_PATH.format(name=name), name, "host") for name in self._runtime.hosts.connected()]

@@ -30,7 +30,7 @@ def _summed(model: str, series: Sequence[Series]) -> Series:
 
 
 class HostReadings:
-    """A host at one moment. ``model``: the label of its engines' metrics. Belongs to the event loop."""
+    """Describes a host at one moment, on the event loop. ``model`` labels its engines' metrics."""
 
     def __init__(self, runtime: Runtime, host: pb.HostStatus, model: str) -> None:
         self._runtime = runtime
@@ -39,7 +39,7 @@ class HostReadings:
 
     @cached_property
     def workers(self) -> Sequence[Worker]:
-        """The workers that load versions from the host's store."""
+        """Returns the workers that load versions from the host's store."""
         state = self._runtime.core.state
         workers = state.workers.values()
         if self.host.name == LOCAL:
@@ -58,16 +58,16 @@ class HostReadings:
         return max((session.clock_ahead_s for _, session in self._sessions), key=abs, default=0.0)
 
     def pool_bytes(self, name: str) -> float | None:
-        """A field of the report of the host's pool; None: it has no pool."""
+        """Returns a field of the report of the host's pool, or None if it has no pool."""
         pool = self._runtime.sessions.pools.get(pool_id_of(self.host.name))
         return None if pool is None else getattr(pool.report, name)
 
     def engines(self, name: str) -> Labelled:
-        """A field of every engine's load, labelled as vLLM does."""
+        """Returns a field of every engine's load, labelled as vLLM does."""
         return {self._engine(worker): float(getattr(session.load, name)) for worker, session in self._sessions}
 
     def ended(self) -> Labelled:
-        """Ended requests of every engine, by their end."""
+        """Returns ended requests of every engine, by their end."""
         return {
             (*self._engine(worker), end): float(session.times.ended.get(end, 0))
             for worker, session in self._sessions
@@ -78,8 +78,8 @@ class HostReadings:
         return {self._engine(worker): float(session.times.prompt_tokens) for worker, session in self._sessions}
 
     def histograms(self) -> Mapping[str, list[Series]]:
-        """The series of each histogram: labels, counts and sum of every engine that has reported it. Of more than
-        ``ENGINES_APART`` engines, those of all together, so that the page stays small.
+        """Returns each histogram's series: labels, counts and sum of every engine that has reported it. The series of
+        more than ``ENGINES_APART`` engines are added up, so that the page stays small.
         """
         found: dict[str, list[Series]] = {name: [] for name in BY_NAME}
         for worker, session in self._sessions:

@@ -30,7 +30,7 @@ POOL_STATES: Final = ("joining", "ready", "lost", "drained")
 
 
 class ServiceReadings:
-    """A service at one moment. Belongs to the event loop. ``free``: free bytes of storage places (``free_bytes``)."""
+    """Describes a service at one moment, on the event loop. ``free`` comes from ``free_bytes``."""
 
     def __init__(self, runtime: Runtime, free: Mapping[str, float]) -> None:
         self.runtime = runtime
@@ -58,7 +58,7 @@ class ServiceReadings:
         return steps[-1] if steps else None
 
     def of_step(self, name: str) -> float | None:
-        """A field of the last step; None before the first."""
+        """Returns a field of the last step, or None before the first."""
         return None if self._last_step is None else getattr(self._last_step, name)
 
     def signals(self) -> Labelled:
@@ -83,7 +83,7 @@ class ServiceReadings:
         return all_of(POOL_STATES, found)
 
     def workers_by_age(self) -> Labelled:
-        """The workers that serve each version, and those that load it."""
+        """Returns the workers that serve each version, and those that load it."""
         newest, found = self.window.newest, Counter[tuple[str, str]]()
         for worker in self.workers:
             if worker.hosts >= 0:
@@ -94,7 +94,7 @@ class ServiceReadings:
         return {labels: float(found[labels]) for labels in shown}
 
     def groups_by_age(self) -> Labelled:
-        """The open groups of each version: the finished ones, and the others."""
+        """Returns the finished and the other open groups of each version."""
         return {
             (str(age), state): float(count)
             for age in ages(self.window)
@@ -112,12 +112,12 @@ class ServiceReadings:
         return {labels: float(found[labels]) for labels in map(Moved._make, product(KINDS, REASONS, RESULTS))}
 
     def pool_bytes(self, name: str) -> float:
-        """The sum over all pools of a field of their reports, or of their capability."""
+        """Returns the sum over all pools of a field of their reports, or of their capability."""
         pools = self.runtime.sessions.pools.values()
         return float(sum(getattr(pool.report, name, 0) or 0 for pool in pools))
 
     def clock_ahead_s(self) -> float:
-        """The difference between a worker's clock and the service's that is farthest from 0."""
+        """Returns the largest difference between a worker's clock and the service's, with its sign."""
         sessions = self.runtime.sessions.workers.values()
         return max((session.clock_ahead_s for session in sessions), key=abs, default=0.0)
 
@@ -127,18 +127,18 @@ class ServiceReadings:
 
 
 def all_of(names: Iterable[str], found: Mapping[str, int]) -> Labelled:
-    """The counts of all names, zeros included, with those that were found besides."""
+    """Returns the counts of all names, zeros included, with those that were found besides."""
     return {(name,): float(found.get(name, 0)) for name in {*names, *found}}
 
 
 def storage_folders(config: Config, run_folder: Path) -> Mapping[str, Path]:
-    """The folders of the storage places that the service has."""
+    """Returns the folders of the storage places that the service has."""
     folders = {RUN_FOLDER: str(run_folder), RECORD: config.record, STATE: config.service.state}
     return {place: Path(folder) for place, folder in folders.items() if folder}
 
 
 def free_bytes(folders: Mapping[str, Path]) -> Mapping[str, float]:
-    """The free bytes of each place that can be read. A file system may hang: call it in a thread."""
+    """Returns the free bytes of each place that can be read. A file system may hang: call it in a thread."""
     found = {}
     for place, folder in folders.items():
         try:

@@ -16,7 +16,7 @@ _CODE: Final = {name: code for code, name in enumerate(STATES)}
 
 
 def ages(window: Window) -> range:
-    """The ages of the versions in the window; 0 is the newest."""
+    """Returns the ages of the versions in the window; 0 is the newest."""
     return range(max(window.size, window.newest - window.oldest_live + 1))
 
 
@@ -52,6 +52,6 @@ def _codes(state: State) -> Column:
 
 
 def longest_idle_s(state: State, now_s: float) -> float:
-    """The time for which the session that waits longest has waited for its environment; 0 without one."""
+    """Returns for how long the session that waits longest has waited for its environment, or 0 without one."""
     since = state.requests["idle_s"][state.requests["status"] == IDLE]
     return max(0.0, now_s - float(since.min())) if len(since) else 0.0

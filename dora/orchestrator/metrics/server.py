@@ -36,7 +36,7 @@ PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY
 
 
 class MetricsServer:
-    """Answers scrapers. ``connect`` makes the protocol of each connection. ``guard`` None: everyone may read."""
+    """Answers scrapers. ``connect`` makes each connection's protocol. If ``guard`` is None, everyone may read."""
 
     def __init__(self, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None) -> None:
         self._exporter = exporter
@@ -109,7 +109,7 @@ class _Closed(asyncio.Protocol):
 async def serving_metrics(
     listen: str, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None
 ) -> AsyncIterator[str]:
-    """Serves at ``listen``, a host:port; yields the actual address (port 0 takes a free one)."""
+    """Serves at ``listen`` (HOST:PORT); yields the actual address (port 0 takes a free one)."""
     server = MetricsServer(exporter, guard, tokens)
     listener = await _listening(listen, server.connect if guard is None else guard.connecting(server.connect))
     port = listener.sockets[0].getsockname()[1]

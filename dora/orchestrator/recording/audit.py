@@ -63,7 +63,7 @@ ACTS: Final = frozenset(
 
 
 class _Kind(NamedTuple):
-    """The calls that are counted together. ``role``: empty: the caller proved none."""
+    """Describes calls that are counted together. ``role`` is empty if the caller proved none."""
 
     role: str
     name: str
@@ -77,7 +77,7 @@ class _Kind(NamedTuple):
 
 
 class Audit(Watcher):
-    """Writes the lines of one service. Belongs to its event loop."""
+    """Writes the lines of one service, on its event loop."""
 
     def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
         self._folder = folder
@@ -88,7 +88,7 @@ class Audit(Watcher):
         self._challenged: dict[str, float] = {}  # peers that have not proved a token since
 
     async def watch(self) -> None:
-        """Ends one time of counting after the other, until it is cancelled."""
+        """Ends each interval of counting until it is cancelled."""
         while True:
             await asyncio.sleep(WINDOW_S)
             await self.settle()
@@ -96,7 +96,7 @@ class Audit(Watcher):
     async def note(
         self, caller: Caller | None, address: str, act: str, arguments: Mapping[str, Any], result: str
     ) -> None:
-        """``caller``: None: it proved no token. ``result``: OK, or the status and message of a refusal."""
+        """Writes one line. ``caller`` None has proved no token. ``result`` is OK, or a refusal's status and message."""
         role, name = ("", "") if caller is None else (str(caller.role), caller.name)
         kind = _Kind(role, name, host_of_peer(address), act, result.partition(":")[0])
         if kind.status not in _DONE or role not in _TRUSTED:

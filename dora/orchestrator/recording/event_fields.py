@@ -40,7 +40,6 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _column_of(kind: Any, value: Any) -> Any:
-    """``kind``: an ``NDArray[X]``."""
     dtype = np.dtype(get_args(get_args(kind)[1])[0]).newbyteorder("<")
     if not isinstance(value, bytes) or len(value) % dtype.itemsize:
         raise ValueError(f"a column of {dtype} has whole values, as bytes")

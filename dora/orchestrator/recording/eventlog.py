@@ -22,9 +22,9 @@ KEPT: Final = "a state folder of a service with service.keep_events"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event of a log. ``number`` counts from 1; ``now_s``: on the service's clock.
+    """Holds an event of a log, its ``number`` from 1, and ``now_s`` on the service's clock.
 
-    ``config``: of its incarnation; None: the log has a single one.
+    ``config`` is its incarnation's, or None if the log has a single one.
     """
 
     number: int
@@ -34,12 +34,12 @@ class Record:
 
 
 class EventLog:
-    """The events in a state folder's log. It may be read while the service writes.
+    """Reads the events in a state folder's log. It may be read while the service writes.
 
     Iteration yields its Records in order, one at a time in memory, as often as needed. It raises InvalidValue, with the
     file, the byte offset and the reason, for a record that is damaged or unknown. A torn end, as after a crash, is
-    skipped; ``torn_bytes`` has its size after the iteration. ``started_at``: of the first incarnation, seconds since
-    the Unix epoch; ``now_s``: on its clock at that time.
+    skipped; ``torn_bytes`` has its size after the iteration. The first incarnation began at ``started_at`` seconds
+    since the Unix epoch, which its clock shows as ``now_s``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class EventLog:
                 yield Record(number, record.now_s, event, config)
 
     def _begun(self) -> Iterator[records.Begun]:
-        """The first incarnation whose events are complete."""
+        """Yields the first incarnation whose events are complete."""
         begun: records.Begun | None = None
         for _, record in self._logged():
             if record is None or isinstance(record, records.Begun):
@@ -77,8 +77,8 @@ class EventLog:
                 yield begun
 
     def _logged(self) -> Iterator[tuple[str, records.Begun | records.Event | None]]:
-        """Yields begins of incarnations and events, each with a description of its position. None marks removed
-        records, which an incarnation without ``keep_events`` had no need of.
+        """Yields begins of incarnations and events, each with a description of its position, or None for removed
+        records, which an incarnation without ``keep_events`` did not need.
         """
         try:
             found = [frames.opened(path) for path in sorted((self.path / LOG_FOLDER).glob(f"[0-9]*{frames.SUFFIX}"))]

@@ -32,7 +32,7 @@ _ROOM_FILE: Final = ".room"
 
 @dataclass(slots=True)
 class StorageFault:
-    """A storage place that cannot be written now. ``since``: seconds since the Unix epoch."""
+    """Describes a storage place that cannot be written, ``since`` so many seconds after the Unix epoch."""
 
     place: str
     reason: str
@@ -48,7 +48,7 @@ class Storage:
         self._looks: asyncio.Future[None] | None = None
 
     def tell(self, changed: Callable[[str], None]) -> None:
-        """Sets the function that receives all faults as one text at each change; empty: there is none."""
+        """Sets the function that receives all faults as one text at each change, or an empty text without faults."""
         self._changed = changed
         if self.faults:
             changed(self.summary())
@@ -75,7 +75,7 @@ class Storage:
             self._changed(self.summary())
 
     def summary(self) -> str:
-        """All faults in one line; empty without faults."""
+        """Returns all faults in one line, or an empty text."""
         return "; ".join(f"{fault.place}: {fault.reason}" for _, fault in sorted(self.faults.items()))
 
     @contextmanager
@@ -123,7 +123,7 @@ class Storage:
 
 
 def refusal(place: str, what: str, error: OSError, needed_bytes: int) -> LimitExceeded | ServiceUnavailable:
-    """The error for a caller whose ``what`` could not be written."""
+    """Returns the error for a caller whose ``what`` could not be written."""
     if is_full(error):
         size = f"{needed_bytes:,} bytes" if needed_bytes else "more bytes"
         return LimitExceeded(what, size, f"what the service's {place} has room for ({error.strerror}); repeat it later")

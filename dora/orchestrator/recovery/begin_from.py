@@ -61,7 +61,7 @@ def _with_model(config: Config, model: Path) -> Config:
 
 
 def _is_to_copy(config: Config, own: Path, is_new: bool, began: str) -> bool:
-    """Returns whether the run in ``own`` lacks its model. ``began``: as the run remembers it.
+    """Returns whether the run in ``own`` lacks its model. The run remembers ``began``.
 
     Raises InvalidValue if it has begun otherwise than ``service.begin_from`` says.
     """

@@ -32,7 +32,7 @@ BUILT_IN: Final = "dora."  # modules whose functions come with DORA
 
 
 class NotOfOneTime(InvalidValue):
-    """The state folder contradicts its record, or what the run depends on. ``contradictions``: each by its subject."""
+    """Says that the state folder contradicts its record or what the run depends on, with each contradiction."""
 
     def __init__(self, folder: Path, newest: int, contradictions: Mapping[str, str]) -> None:
         self.contradictions = dict(contradictions)
@@ -45,9 +45,9 @@ class NotOfOneTime(InvalidValue):
 
 
 def content_of(config: Config, model: Path, reward: str) -> dict[str, str]:
-    """Returns the digests of what a run depends on, by setting. ``reward``: the function in force.
+    """Returns the digests of what a run depends on, by setting. ``reward`` is the function in force.
 
-    Large files are sampled. Of a function, the digest covers its module's file.
+    Large files are sampled. A function's digest covers its module's file.
     """
     source = config.prompts.source
     files = prompt_files(config.prompts) if source != "none" and is_file_source(source) else []
@@ -111,7 +111,7 @@ def check_binding(
 
 
 def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields what has other content than in the last incarnation."""
+    """Yields the settings whose content has changed since the last incarnation, each with a message."""
     named = {
         "model": config.model,
         "prompts": config.prompts.source,
@@ -125,7 +125,7 @@ def changed(config: Config, before: Mapping[str, str], now: Mapping[str, str]) -
 
 
 def first_surplus(state: StateFolder, recorder: RecordContent) -> int | None:
-    """The first step that the record has and the state does not, or has otherwise; None: there is none.
+    """Returns the first step that the record has and the state does not, or has otherwise, or None.
 
     The record gets a step's line before the state commits the step, so it may be one step ahead, with the groups that
     the state has leased to this step.

@@ -38,7 +38,7 @@ CHANGES: Final = frozenset(  # may change although their section is fixed
 
 
 def check_changes(before: Config, now: Config, found: Found, folder: str) -> None:
-    """Raises InvalidValue for the first setting whose change is not allowed. ``before``: of the last incarnation."""
+    """Raises InvalidValue for the first setting that may not change. ``before`` is the last incarnation's."""
     old, new = before.model_dump(), now.model_dump()
     for name in FIXED:
         for setting, was, becomes in _different(name, value_at(old, name), value_at(new, name)):
@@ -53,7 +53,7 @@ def settings_before(found: Found) -> Config:
 
 
 def pinned(groups: Sequence[LiveGroup], before: Config, now: Config) -> list[LiveGroup]:
-    """The groups whose responses would get another length than at their admission, with that length in their prompt."""
+    """Returns the groups whose response length would have changed, with that of their admission in the prompt."""
     was, becomes = before.rollout, now.rollout
     if was.max_tokens == becomes.max_tokens:
         return []
@@ -87,7 +87,7 @@ def _check_window(now: Config, found: Found) -> None:
 
 
 def _check_context(before: Config, now: Config, found: Found) -> None:
-    """Raises InvalidValue if an admitted or queued prompt's response might not fit into a context any more."""
+    """Raises InvalidValue if an admitted or queued prompt's response might not fit into a context."""
     limit = now.workers.context_tokens
     if limit >= before.workers.context_tokens and now.rollout.max_tokens <= before.rollout.max_tokens:
         return
@@ -110,7 +110,7 @@ def _tokens(config: Config, prompt: Prompt) -> int:
 
 
 def _different(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The settings of this name, or in the section of this name, that differ and may not."""
+    """Yields the settings of this name, or in the section of this name, that differ and may not."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
             yield from _different(f"{name}.{key}", old.get(key), new.get(key))

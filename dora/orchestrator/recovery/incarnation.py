@@ -17,7 +17,6 @@ SETTLE_S: Final = 5.0  # a worker has room for what ends in minutes, and each te
 
 
 def _without_state() -> Reattachment:
-    """There is nobody to wait for."""
     reattachment = Reattachment(())
     reattachment.close()
     return reattachment
@@ -25,8 +24,8 @@ def _without_state() -> Reattachment:
 
 @dataclass(slots=True)
 class Incarnation:
-    """``number``: restarts of the service so far. ``resumed``: the durable state at the start. ``orphan_timeout_s``:
-    how long workers and hosts live without this service.
+    """Counts restarts in ``number``, and holds the durable state at the start in ``resumed``. Workers and hosts live
+    for ``orphan_timeout_s`` without this service.
     """
 
     number: int = 0
@@ -39,7 +38,7 @@ class Incarnation:
 class DurableEnds:
     """Tells workers which ended responses, and turns of sessions, are durable. Until then they keep them for a restart.
 
-    Does nothing for a service without which no worker lives.
+    Does nothing for a service whose workers end with it.
     """
 
     _buffer: ResponseBuffer
@@ -72,6 +71,6 @@ class DurableEnds:
             session.send(pb.WorkerCommand(settled=pb.Settled(request_ids=request_ids)))
 
     def _is_turn(self, request_id: str, turn: int) -> bool:
-        """Returns whether no later turn of the response was asked: its worker would take that for the settled one."""
+        """Returns whether no later turn was requested: the worker would take it for the settled one."""
         entry = self._buffer.get(request_id)
         return entry is None or len(entry.inputs) == turn

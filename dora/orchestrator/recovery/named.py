@@ -68,7 +68,7 @@ def prepare(state: Path, name: str, source: Path) -> Path:
 
 
 def source_of(state: Path, store: Path, version: int) -> Path:
-    """A live version's folder in the state folder, which is on the same disk, or else in the weight store."""
+    """Returns a live version's folder in the state folder, which is on the same disk, or else in the weight store."""
     kept = state / VERSIONS_FOLDER / str(version)
     return kept if kept.is_dir() else store
 
@@ -89,7 +89,7 @@ def finish(prepared: Path, name: str, facts: Mapping[str, Any]) -> Path:
 
 
 def tidy(state: Path) -> None:
-    """Removes what an earlier incarnation left unfinished; a checkpoint whose replacement failed is put back."""
+    """Removes what an earlier incarnation left unfinished, and puts back a checkpoint whose replacement failed."""
     for hidden in (state / CHECKPOINTS_FOLDER).glob(".*"):
         name = hidden.name[1:].removesuffix(".replaced")
         if hidden.name.endswith(".replaced") and not (target := hidden.parent / name).exists():
@@ -99,7 +99,7 @@ def tidy(state: Path) -> None:
 
 
 def facts_of(state: Path, name: str) -> dict[str, Any]:
-    """The facts of a checkpoint; empty if there is none."""
+    """Returns the facts of a checkpoint, or none if it does not exist."""
     try:
         found = json.loads((state / CHECKPOINTS_FOLDER / name / FACTS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

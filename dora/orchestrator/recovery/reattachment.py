@@ -36,9 +36,9 @@ class Reattachment:
         await self._over.wait()
 
     async def came(self, name: str, joined: Callable[[], Joined | None]) -> bool:
-        """Registers a worker or pool; returns once the core is restored. True if the core's first event named it.
+        """Registers a worker or pool; returns once the core is restored, and whether its first event named the worker.
 
-        ``joined`` makes the core's event; None: not yet.
+        ``joined`` makes the core's event, or returns None while it cannot.
         """
         self._came[name] = joined
         self._missing.discard(name)
@@ -77,7 +77,7 @@ class Reattachment:
 
 
 def without_doubles(workers: Iterable[on.WorkerJoined]) -> list[on.WorkerJoined]:
-    """Keeps each request at one worker, the one that has most of it: a handoff was running between two."""
+    """Keeps each request at the one worker that has most of it, because a handoff was running between two."""
     joined = list(workers)
     claims: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for index, worker in enumerate(joined):

@@ -24,7 +24,7 @@ UNFINISHED, FINISHED, SCORED, IDLE, DORMANT, SKIPPED = range(6)  # stages of a r
 
 @dataclass(frozen=True, slots=True)
 class RestoredWindow:
-    """The window's step and size at a start, with the settings of that start."""
+    """Holds the window's step and size at a start, with the settings of that start."""
 
     step: int
     left: int  # groups that this step still takes; below 0: it has taken more than the new size
@@ -60,10 +60,8 @@ def restored(
     now: float,
     incarnation: int,
 ) -> on.Restored:
-    """Returns the core's first event, without reattached workers. ``offer`` converts a prompt for the core,
-    ``window`` is this start's.
-
-    ``now``: in seconds, on the journal's clock. ``incarnation``: the one that begins.
+    """Returns the core's first event, without reattached workers. ``offer`` converts a prompt for the core, ``window``
+    is this start's, ``now`` is in seconds on the journal's clock, and ``incarnation`` is the one that begins.
     """
     taken = sorted((group for group in groups if group.step != OPEN), key=lambda group: group.taken)
     stands = restored_window(durable, window)
@@ -128,22 +126,22 @@ def restored(
 
 
 def _counters(kept: Mapping[str, int], held: int, taken: int) -> dict[str, int]:
-    """The counters at the last commit, with later admissions and deliveries derived from the groups held."""
+    """Returns the counters at the last commit, with later admissions and deliveries derived from the groups held."""
     trained = kept.get("groups_trained", 0)
     admitted = trained + kept.get("groups_cancelled", 0) + held
     return {**kept, "groups_admitted": admitted, "groups_taken": max(kept.get("groups_taken", 0), trained + taken)}
 
 
 def _next_name(named: int, incarnation: int) -> int:
-    """The number in the next group's id. Workers may know of groups that were not yet durable, from any earlier
+    """Returns the number in the next group's id. Workers may know of groups that were not yet durable, from any earlier
     incarnation: at most as many from each as a window holds, because making room waits for the disk.
     """
     return (-(-named // GROUPS_A_LIFE) + incarnation) * GROUPS_A_LIFE
 
 
 def _rest(groups: Sequence[LiveGroup], requests: Requests, stages: Column) -> dict[int, tuple[float, ...]]:
-    """Sets the stages of members that have not started. Returns the valid reward, if there is one, of each group with
-    dormant members, by its index.
+    """Sets the stages of members that have not started. Returns the valid rewards of groups with dormant members, by
+    index.
     """
     found: dict[int, tuple[float, ...]] = {}
     first = 0
@@ -160,7 +158,7 @@ def _rest(groups: Sequence[LiveGroup], requests: Requests, stages: Column) -> di
 
 
 def _finished(groups: Sequence[LiveGroup], requests: Requests, stages: Column) -> tuple[str, ...]:
-    """The groups that wait for a step, in the order of their last verdicts."""
+    """Returns the groups that wait for a step, in the order of their last verdicts."""
     last: dict[int, float] = {}
     starts = np.cumsum([0, *(len(group.rows) for group in groups)])
     scored = np.concatenate(([0], np.cumsum((stages == SCORED) | (stages == SKIPPED))))

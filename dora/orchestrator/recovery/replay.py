@@ -54,7 +54,7 @@ ACKNOWLEDGEMENTS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """One worker as the core saw it. Versions are -1 if there is none."""
+    """Describes one worker as the core saw it. Versions are -1 if there is none."""
 
     worker_id: Annotated[str, "its id"]
     hosts: Annotated[int, "version of which it accepts requests, -1: none"]
@@ -71,7 +71,7 @@ class KnownWorker:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The part of the core's state on which its decisions rest, before an event. Groups are prompt groups."""
+    """Holds the part of the core's state on which its decisions rest, before an event. Groups are prompt groups."""
 
     step: Annotated[int, "the step that is being filled"]
     left: Annotated[int, "groups that this step still takes"]
@@ -91,10 +91,10 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One event and its consequences.
+    """Holds one event and its consequences.
 
-    ``refusal``: the core's error if it refused the event, else empty. ``failure``: the bug that ended the service here,
-    with its place in the code, else empty.
+    ``refusal`` is the core's error if it refused the event, else empty. ``failure`` is the bug that ended the service
+    here, with its place in the code, else empty.
     """
 
     number: int
@@ -107,8 +107,8 @@ class Decision:
 
     @property
     def chose(self) -> bool:
-        """Whether the core decided something: a command that is no acknowledgement, a refusal, or the end of the
-        service.
+        """Returns whether the core decided something: a command that is no acknowledgement, a refusal, or the service's
+        end.
         """
         return bool(self.refusal or self.failure) or any(
             type(command) not in ACKNOWLEDGEMENTS for command in self.commands
@@ -120,7 +120,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A replay so far."""
+    """Sums up a replay so far."""
 
     events: Annotated[Mapping[str, int], "events by kind"]
     commands: Annotated[Mapping[str, int], "commands by kind"]
@@ -146,7 +146,7 @@ class Replay:
         self._failed: str | None = None
 
     def __iter__(self) -> Iterator[Decision]:
-        """Ends with the log, or with the event that ended the service in the middle of a change."""
+        """Yields decisions until the log ends, or the event that ended the service in the middle of a change."""
         for record in self._records:
             if isinstance(record.event, on.Restored):
                 self.machine = Machine(record.config or self._config)
@@ -223,7 +223,7 @@ def _known_worker(worker: Worker) -> KnownWorker:
 
 
 def line_of(message: on.Event | do.Command) -> str:
-    """An event or a command as one line for people: its kind, then its fields; long collections are shortened."""
+    """Formats an event or a command as one line for people: its kind, then its fields, with long collections cut."""
     shown = (f"{field.name}={_brief(getattr(message, field.name))}" for field in fields(message))
     return " ".join((type(message).__name__, *shown))
 

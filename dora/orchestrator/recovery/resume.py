@@ -27,10 +27,7 @@ log = logging.getLogger("dora.service")
 
 
 def begin_incarnation(journal: Journal, found: Found, config: str, incarnation: int) -> list[LiveGroup]:
-    """Logs the begin of an incarnation. Returns the groups that it begins with.
-
-    Groups that lost tokens are generated again.
-    """
+    """Logs the begin of an incarnation. Returns its groups. Groups that lost tokens are generated again."""
     groups = list(found.groups)
     if not found.is_new:
         groups = _pinned(journal, found, config)
@@ -62,7 +59,6 @@ def _pinned(journal: Journal, found: Found, config: str) -> list[LiveGroup]:
 
 
 def _begin_anew(requests: Requests, positions: range) -> None:
-    """Resets these requests to the state without tokens."""
     span = slice(positions.start, positions.stop)
     requests.counts[span], requests.ends[span], requests.heard_at[span] = 0, 0, 0
     requests.attempts[span] = 0
@@ -100,14 +96,14 @@ def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup])
 def restored(
     buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window: WindowConfig, now: float, incarnation: int
 ) -> on.Restored:
-    """Returns the core's first event. ``now``: seconds since the Unix epoch. ``incarnation``: the one that begins."""
+    """Returns the core's first event. ``now`` is in seconds since the Unix epoch. ``incarnation`` begins."""
     return recovery_state.restored(
         found.durable, groups, found.requests, partial(offer, buffer), window, now, incarnation
     )
 
 
 def ran_on(requests: Requests) -> set[str]:
-    """The workers of unfinished requests, by their last tokens."""
+    """Returns the workers of unfinished requests, by their last tokens."""
     return {
         segment_starts[-1][0]
         for position, segment_starts in requests.segment_starts.items()
@@ -116,7 +112,7 @@ def ran_on(requests: Requests) -> set[str]:
 
 
 def cancelled_of(lines: Iterable[str]) -> list[CancelledGroup]:
-    """Cancelled groups, from their lines in the journal."""
+    """Returns cancelled groups, from their lines in the journal."""
     found = []
     for line in lines:
         tree = json.loads(line)

@@ -69,7 +69,7 @@ class ServiceIdentity:
 
 @dataclass(slots=True)
 class StateFolder:
-    """An open state folder, locked by this process."""
+    """Holds an open state folder, which this process has locked."""
 
     folder: Path
     found: Found
@@ -94,8 +94,8 @@ class StateFolder:
         self.versions.only(self.found.durable.versions)
 
     def bring_back_versions(self, store: Path) -> None:
-        """Copies the versions into a store's folder. Raises InvalidValue if one differs from the publication, and
-        OSError.
+        """Copies the versions into a store's folder. Raises OSError, and InvalidValue if one differs from its
+        publication.
         """
         damaged = self.versions.bring_back(self.found.durable.versions, store, is_sound)
         self._check_lacks(damaged, UNDAMAGED)
@@ -113,7 +113,7 @@ class StateFolder:
         """Returns the configuration with the service's earlier address and token, unless it names others, and with the
         number of workers to which operators scaled it, unless ``workers.count`` has changed.
 
-        A copy of the folder leaves the address to the original: workers of that one may look for it there.
+        A copy of the folder leaves the address to the original, because workers of that one may look for it there.
         """
         identity, host = self.identity, config.service.listen.rpartition(":")[0]
         changes: dict[str, Any] = {}
@@ -142,7 +142,7 @@ class StateFolder:
 
 @contextlib.contextmanager
 def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
-    """Opens the folder that ``service.state`` names; None if it names none.
+    """Opens the folder that ``service.state`` names, or yields None if it names none.
 
     Raises InvalidValue if the folder cannot be used, a running service has it, or its content cannot be carried on.
     """

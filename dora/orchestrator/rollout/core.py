@@ -10,13 +10,13 @@ Handlers: TypeAlias = Mapping[type, Callable[[Any], object]]  # by command: who 
 
 
 class Core(Protocol):
-    """The one way of events to the core, and its state to read."""
+    """Hands events to the core, and gives its state to read."""
 
     @property
     def state(self) -> State: ...
 
     def post(self, event: on.Event) -> None:
-        """Hands an event to the core and carries out its commands. Not allowed while another one is handled."""
+        """Hands an event to the core and carries out its commands. Must not be called while another one is handled."""
 
     def soon(self, action: Callable[[], None]) -> None:
         """Calls ``action`` after the present event."""
@@ -25,4 +25,4 @@ class Core(Protocol):
         """Runs a coroutine in the background. A failure of it is a bug."""
 
     def now(self) -> float:
-        """Seconds since the Unix epoch."""
+        """Returns seconds since the Unix epoch."""

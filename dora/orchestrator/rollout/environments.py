@@ -21,7 +21,7 @@ ATTENDEES_MAX: Final = 1024  # of all environments
 
 
 class Attendee:
-    """One open Attend call. It holds ids, at most as many as there are sessions."""
+    """Holds one open Attend call, with at most as many ids as there are sessions."""
 
     def __init__(self, environment: str) -> None:
         self.environment = environment
@@ -48,7 +48,7 @@ class Attendee:
 
 
 class Environments:
-    """The attendees by environment, and the readers of turns."""
+    """Holds the attendees by environment, and the readers of turns."""
 
     def __init__(self, buffer: ResponseBuffer, state: State) -> None:
         self._buffer = buffer
@@ -62,7 +62,7 @@ class Environments:
 
     @property
     def attendees(self) -> int:
-        """The open Attend calls of all environments."""
+        """Returns the number of open Attend calls of all environments."""
         return sum(map(len, self._attending.values()))
 
     def is_idle(self, response: ResponseState) -> bool:
@@ -90,7 +90,7 @@ class Environments:
             self._offer(response)
 
     def over(self, request_id: str) -> None:
-        """A session has ended, was replaced or is forgotten."""
+        """Notes that a session has ended, was replaced or is forgotten."""
         attendee = self._attendee_of.pop(request_id, None)
         if attendee is not None:
             attendee.drop(request_id)
@@ -99,7 +99,6 @@ class Environments:
         _wake(self._readers, request_id)
 
     def _offer(self, response: ResponseState) -> None:
-        """Gives a session to an attendee, unless one has it: that one has asked the turn."""
         if response.request_id in self._attendee_of:
             return
         environment = response.prompt.environment
@@ -112,14 +111,14 @@ class Environments:
         attendee.offer(response.request_id)
 
     def _hand_on(self, left: Attendee) -> None:
-        """Offers the waiting sessions of one who is gone. The rest is offered when its turns have ended."""
+        """Offers the waiting sessions of an attendee that has left. The rest is offered when its turns have ended."""
         for request_id in left.mine:
             del self._attendee_of[request_id]
             if (response := self._buffer.get(request_id)) is not None and self.is_idle(response):
                 self._offer(response)
 
     def restored(self) -> None:
-        """Offers the sessions of an earlier incarnation that wait."""
+        """Offers the waiting sessions of an earlier incarnation."""
         for _, responses in self._buffer.groups():
             for response in responses if responses[0].is_session else ():
                 self.idles(response.request_id)
@@ -128,7 +127,7 @@ class Environments:
 
     @contextmanager
     def attending(self, environment: str) -> Iterator[Attendee]:
-        """Raises LimitExceeded for too many calls."""
+        """Adds an attendee until the call ends. Raises LimitExceeded for too many calls."""
         if self.attendees >= ATTENDEES_MAX:
             raise LimitExceeded("environment: calls of Attend", ATTENDEES_MAX + 1, f"at most {ATTENDEES_MAX} at once")
         attendee = Attendee(environment)
@@ -158,7 +157,7 @@ class Environments:
 
     @contextmanager
     def reading(self, request_id: str, *, whole_turns: bool = False) -> Iterator[asyncio.Event]:
-        """Yields an event that is set when the session changes. ``whole_turns``: not when a turn merely grows."""
+        """Yields an event that is set when the session changes; with ``whole_turns``, not when a turn merely grows."""
         changed = asyncio.Event()
         places = [self._readers] if whole_turns else [self._readers, self._readers_of_pieces]
         for place in places:

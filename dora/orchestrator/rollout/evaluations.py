@@ -30,7 +30,7 @@ Refused = tuple[str, str]  # a prompt's id, and the reason of its refusal
 
 
 class EvaluationStream:
-    """One open Evaluate call: finished groups and refused prompts, then the end."""
+    """Streams one Evaluate call: finished groups and refused prompts, then the end."""
 
     def __init__(self, evaluation_id: str, name: str, prompts: dict[str, Prompt]) -> None:
         self.evaluation_id = evaluation_id
@@ -48,7 +48,7 @@ class EvaluationStream:
         self._queue.put_nowait(result)
 
     def close(self, reason: str) -> None:
-        """``reason``: of an early end; empty if all prompts are done."""
+        """Ends the stream. ``reason`` is an early end's; it is empty if all prompts are done."""
         self.reason = reason
         self._queue.put_nowait(None)
 
@@ -59,7 +59,7 @@ class EvaluationStream:
 
 
 class Evaluations:
-    """The running evaluations. ``incarnation``: restarts of the service, which do not repeat an earlier one's ids."""
+    """Holds the running evaluations. ``incarnation`` counts the service's restarts, so that no id repeats."""
 
     def __init__(self, core: Core, buffer: ResponseBuffer, environments: Environments) -> None:
         self._core = core
@@ -115,7 +115,7 @@ class Evaluations:
                 self._environments.idles(request_id)
 
     def members(self, group_id: str) -> tuple[ResponseState, ...]:
-        """The responses of a running group, in order of its samples; empty if there is no such group."""
+        """Returns the responses of a running group in order of its samples, or none if there is no such group."""
         found = (stream.responses[group_id] for stream in self.running.values() if group_id in stream.responses)
         return next(found, ())
 

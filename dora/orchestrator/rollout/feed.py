@@ -22,7 +22,7 @@ FAILURE_CHARACTERS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Prompts read from the source, or the reasons of their refusal, with their positions."""
+    """Holds prompts from the source, or the reasons of their refusal, with their positions."""
 
     found: list[tuple[int, Prompt | InvalidValue]]
     next_position: int
@@ -40,7 +40,7 @@ class PromptFeed:
         check: PromptCheck | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """``source`` None: there are only submitted prompts."""
+        """If ``source`` is None, there are only submitted prompts."""
         self._config = config
         self.ledger = PromptLedger(Journal() if journal is None else journal, config.service.prompts_queued_max)
         self.check = PromptCheck(config) if check is None else check
@@ -64,12 +64,12 @@ class PromptFeed:
 
     @property
     def total(self) -> int | None:
-        """The prompts of the source in all epochs; None: it is endless, or clients submit them."""
+        """Returns the prompts of the source in all epochs, or None if it is endless or clients submit them."""
         epochs = self._config.prompts.epochs
         return self._source.epoch_prompts * epochs or None if self._source is not None else None
 
     def submit(self, prompts: Sequence[Prompt]) -> int:
-        """Checks and queues all prompts or none; returns the free places. Raises for a full queue, an id in use, an
+        """Checks and queues all prompts or none; returns the free places. Raises for a full queue, an id in use, and an
         impossible prompt.
         """
         self.check_room(len(prompts))
@@ -90,9 +90,9 @@ class PromptFeed:
         self.ledger.check_room(count)
 
     async def take(self, count: int) -> tuple[list[Prompt], bool]:
-        """Returns 1 to ``count`` prompts, waiting for the first; True and no prompts once there will be no more.
+        """Returns 1 to ``count`` prompts, waiting for the first. At the end, returns no prompts and True.
 
-        Submitted prompts come first: the highest priority before others, equal ones in order of arrival. After the
+        Submitted prompts come first, the highest priority before others, equal ones in order of arrival. After the
         source has failed, only submitted prompts come.
         """
         while not self.closed:

@@ -28,7 +28,7 @@ FILTERED: Final = "filtered: "  # a reason; the filter's name follows
 
 @dataclass(eq=False, repr=False)
 class Groups:
-    """The core's commands that admit, change and end groups."""
+    """Carries out the core's commands that admit, change and end groups."""
 
     _core: Core
     _buffer: ResponseBuffer

@@ -10,7 +10,7 @@ from dora.orchestrator.rollout.responses.state import ResponseState
 
 
 class Journal:
-    """``writes``: whether there is a log. ``keeps_events``: whether the core's events are logged, too."""
+    """Writes to the log, if there is one; with ``keeps_events`` also the core's events."""
 
     def __init__(self, log: Log | None = None, *, keeps_events: bool = False) -> None:
         self.log = log
@@ -29,7 +29,7 @@ class Journal:
 
     @property
     def durable(self) -> int:
-        """The number of durable log records; all of them without a log."""
+        """Returns the number of durable log records, or all of them without a log."""
         return self.log.durable if self.log is not None else 0
 
     async def settled(self, appended: int | None = None) -> None:

@@ -12,7 +12,7 @@ GROWTH_BLOCKS: Final = 2  # growth allowed to a request while its blocks are cop
 
 
 class HostVersions(Protocol):
-    """The hosts with stores of their own, and the versions that are live on them (hosts.py)."""
+    """Describes the hosts with stores of their own, and the versions that are live on them (hosts.py)."""
 
     def name(self, version: int) -> str: ...
     def canary(self, version: int) -> Canary | None: ...
@@ -24,7 +24,7 @@ class HostVersions(Protocol):
 
 
 class Reached(Protocol):
-    """A connected worker or pool (streams.py) as the target or source of KV snapshots."""
+    """Describes a connected worker or pool (streams.py) as the target or source of KV snapshots."""
 
     worker_id: str
     epoch: int
@@ -45,9 +45,9 @@ def worker_message(
 ) -> pb.WorkerCommand:
     """Returns the message of ``command``. Notes in the response buffer how a request will arrive at its worker.
 
-    ``source`` and ``target``: the connected ends of the command's handoff. Each gets the other's address, so that they
-    talk without the service; a message without an address is answered with a failure. ``was_parked``: the source is, or
-    was, a pool. ``has_pool``: a request need not queue at its target.
+    ``source`` and ``target`` are the connected ends of the command's handoff. Each gets the other's address, so that
+    they talk without the service; a message without an address is answered with a failure. With ``was_parked`` the
+    source is, or was, a pool. With ``has_pool`` a request need not queue at its target.
     """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
@@ -92,7 +92,7 @@ def worker_message(
 
 
 def _kv_bytes(source: Reached, kv_tokens: int) -> tuple[int, int]:
-    """The expected and the largest size of a snapshot of this source, in bytes; 0: unknown, as for a pool's."""
+    """Returns the expected and the largest bytes of a snapshot of this source; 0 means unknown, as for a pool."""
     capability = source.capability
     if isinstance(capability, PoolCapability):
         return 0, 0

@@ -26,14 +26,14 @@ class TrainerPresence:
         self._left = False  # its open call has ended
 
     def check_attach(self, client_id: bytes, lapsed: str) -> None:
-        """Raises Conflict if another trainer holds its call open. ``lapsed``: why it may not keep others out."""
+        """Raises Conflict if another trainer holds its call open. ``lapsed`` says why it may not keep others out."""
         if self._stays is None or lapsed or (client_id and client_id == self._client_id):
             return
         allowed = "the only one: end the other first, or attach with take_over=True, which fences it"
         raise Conflict("trainer", self.name, allowed, why=f"has been attached since {clock_time(self.since)}")
 
     def taken_over(self) -> str:
-        """Says who replaced an earlier trainer, and when: the end of a sentence."""
+        """Returns the end of a sentence that says who replaced an earlier trainer, and when."""
         told = f"has ended: trainer {self.name} attached at {clock_time(self.since)}"
         return f"{told}, because {self._lapsed_before}" if self._lapsed_before else told
 
@@ -47,7 +47,7 @@ class TrainerPresence:
         self.seen()
 
     def known(self, name: str = "", client_id: bytes = b"") -> None:
-        """Notes a call of the trainer that owns the epoch: it may have attached before a restart of the service."""
+        """Notes a call of the trainer that owns the epoch, which may have attached before a restart of the service."""
         if not self.name:
             self.name, self.since = "trainer", time.time()
         if name:
@@ -71,8 +71,8 @@ class TrainerPresence:
                 self.seen()
 
     def is_there(self, holds: bool) -> bool:
-        """Returns whether the trainer is present. ``holds``: it has a stream or leased groups. These do not count after
-        its open call has ended.
+        """Returns whether the trainer is present. If it ``holds`` a stream or leased groups, these count until its open
+        call ends.
         """
         return self._stays is not None or (not self._left and (holds or self._heard_lately()))
 
@@ -87,5 +87,5 @@ class TrainerPresence:
 
 
 def clock_time(at: float) -> str:
-    """The local time of day, for people."""
+    """Returns the local time of day, for people."""
     return time.strftime("%H:%M:%S", time.localtime(at))

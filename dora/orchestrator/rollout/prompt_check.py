@@ -21,7 +21,7 @@ from dora.rpc.convert import TOKEN_ID_BYTES, token_ids_from_wire, trajectory_byt
 
 
 class PromptCheck:
-    """The checks of one service, with its configuration, vocabulary and tokenizer."""
+    """Checks prompts by a service's configuration, vocabulary and tokenizer."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class PromptCheck:
         self._vocab_size = vocab_size
 
     def from_wire(self, message: pb.Prompt) -> Prompt:
-        """A submitted prompt, checked. A text or a chat is put through the model's tokenizer here.
+        """Returns a submitted prompt, checked. The model's tokenizer encodes a text or a chat here.
 
         Raises InvalidValue, with the field and the reason.
         """
@@ -69,7 +69,7 @@ class PromptCheck:
         return self._checked(prompt, whatever_length=False)
 
     def well_formed(self, prompt: Prompt) -> Prompt:
-        """Like :meth:`checked`, for any length."""
+        """Does the same as :meth:`checked`, for any length."""
         return self._checked(prompt, whatever_length=True)
 
     def _checked(self, prompt: Prompt, *, whatever_length: bool) -> Prompt:

@@ -21,7 +21,7 @@ SUBMITTED: Final = -1  # instead of a position in the source
 
 
 class PromptState(Enum):
-    """DONE is the state of every prompt that the ledger does not hold."""
+    """Lists the states of prompts. The ledger does not hold a prompt that is DONE."""
 
     QUEUED = auto()
     DRAWN = auto()
@@ -43,7 +43,7 @@ _NEXT: Final = {  # every other pair is illegal
 
 @dataclass(slots=True)
 class _KnownPrompt:
-    """A prompt that is not DONE. ``position``: in the source; SUBMITTED: it has an ``arrival`` instead."""
+    """Holds a prompt that is not DONE: its position in the source, or SUBMITTED and an ``arrival``."""
 
     prompt: Prompt
     state: PromptState
@@ -74,7 +74,7 @@ class PromptLedger:
     """
 
     def __init__(self, journal: Journal, queued_most: int) -> None:
-        """``queued_most``: prompts that the queue has room for."""
+        """The queue has room for ``queued_most`` prompts."""
         self._journal = journal
         self._queued_most = queued_most
         self._known: dict[str, _KnownPrompt] = {}  # by prompt id
@@ -116,7 +116,7 @@ class PromptLedger:
     def submit(self, prompts: Sequence[Prompt]) -> int:
         """Queues all or none. Returns how many more the queue has room for.
 
-        Raises Conflict for an id in use, or after ``end``; LimitExceeded for a full queue.
+        Raises Conflict for an id in use or after ``end``, LimitExceeded for a full queue.
         """
         self.check_room(len(prompts))
         names: set[str] = set()
@@ -155,7 +155,7 @@ class PromptLedger:
         return prompt
 
     def cancel(self, prompt_id: str) -> bool:
-        """Cancels a queued prompt; False if it is not in the queue."""
+        """Cancels a queued prompt. Returns False if it is not in the queue."""
         if self.state(prompt_id) is not PromptState.QUEUED:
             return False
         self._withdraw([self._dequeue(prompt_id, "cancel")], [prompt_id])
@@ -194,29 +194,29 @@ class PromptLedger:
     # --------------------------------------------------------------------------------------------------------- source
 
     def read(self, position: int, prompt: Prompt) -> None:
-        """The source's prompt at this position is drawn. Raises Conflict for an id in use."""
+        """Draws the source's prompt at this position. Raises Conflict for an id in use."""
         self.check_free(prompt.prompt_id)
         self._add(prompt, "read", position, 0)
 
     def refuse(self, positions: Sequence[int]) -> None:
-        """No engine can take the source's prompts at these positions: they are not drawn again."""
+        """Never draws the source's prompts at these positions again, because no engine can take them."""
         if positions:
             self._journal.note(records.PromptsWithdrawn([], list(positions), []))
 
     def read_up_to(self, position: int) -> None:
-        """The source is read on from ``position``."""
+        """Continues reading the source from ``position``."""
         self.next_position = position
         self.passed = {each for each in self.passed if each >= position} if self.passed else self.passed
 
     # ---------------------------------------------------------------------------------------------------------- groups
 
     def drawn(self, prompt_id: str) -> Prompt:
-        """A prompt that is about to be admitted. Raises IllegalTransition if it is not DRAWN."""
+        """Returns a prompt that is about to be admitted. Raises IllegalTransition if it is not DRAWN."""
         self._next(prompt_id, "admit")
         return self._known[prompt_id].prompt
 
     def admit(self, responses: Sequence[ResponseState], deadline: int) -> None:
-        """``responses``: the responses of the prompt's group, in the order of their samples."""
+        """Notes the responses of the prompt's group, in the order of their samples."""
         first = responses[0]
         known = self._move(first.prompt.prompt_id, "admit")
         if self._journal.writes:
@@ -236,15 +236,17 @@ class PromptLedger:
             )
 
     def drop(self, prompt_id: str) -> None:
-        """A drawn prompt was cancelled before it was admitted."""
+        """Notes that a drawn prompt was cancelled before it was admitted."""
         self._withdraw([self._move(prompt_id, "drop")], [prompt_id])
 
     def finish(self, prompt_id: str) -> None:
-        """The prompt's group was trained on."""
+        """Notes that the prompt's group was trained on."""
         self._move(prompt_id, "finish")
 
     def cancel_group(self, responses: Sequence[ResponseState], line: str, *, on_request: bool) -> None:
-        """The prompt's group was cancelled. ``line``: of the run's record, as JSON. ``on_request``: by a user."""
+        """Notes the group's cancellation, with the run record's ``line`` as JSON. ``on_request`` means that a user
+        asked.
+        """
         first = responses[0]
         self._move(first.prompt.prompt_id, "cancel group")
         names = [first.group_id, first.prompt.prompt_id] if on_request else [first.group_id]
@@ -252,7 +254,7 @@ class PromptLedger:
         self._remember_cancelled(names)
 
     def was_cancelled(self, name: str) -> bool:
-        """``name``: the id of a prompt or of a group."""
+        """Returns whether the prompt or group of this id was cancelled."""
         return name in self._cancelled
 
     # --------------------------------------------------------------------------------------------------------- restart
@@ -268,8 +270,9 @@ class PromptLedger:
         passed: Iterable[int] = (),
         ended: bool = False,
     ) -> None:
-        """Continues as the journal has it. ``admitted``: each prompt with its position and its arrival; ``queued``:
-        each with its arrival; ``passed``: positions behind ``next_position`` that are not drawn again."""
+        """Restores prompts: admitted ones with position and arrival, queued ones with arrival. Positions in ``passed``
+        are not drawn again.
+        """
         for prompt, position, arrival in admitted:
             self._known[prompt.prompt_id] = _KnownPrompt(prompt, PromptState.ADMITTED, position, arrival)
         for arrival, prompt in queued:
@@ -299,7 +302,6 @@ class PromptLedger:
         return known
 
     def _withdraw(self, prompts: Sequence[_KnownPrompt], cancelled: Sequence[str]) -> None:
-        """These prompts get no group, and a restart does not draw them again."""
         arrivals = [known.arrival for known in prompts if known.position == SUBMITTED]
         positions = [known.position for known in prompts if known.position != SUBMITTED]
         self._journal.note(records.PromptsWithdrawn(arrivals, positions, list(cancelled)))

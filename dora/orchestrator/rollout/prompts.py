@@ -13,7 +13,7 @@ from dora.prompts.traits import features_of, key_of
 
 @dataclass(eq=False, repr=False)
 class Prompts:
-    """The core's commands to the feed and its ledger."""
+    """Carries out the core's commands to the feed and its ledger."""
 
     _core: Core
     _feed: PromptFeed

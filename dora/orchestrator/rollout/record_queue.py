@@ -27,7 +27,7 @@ STORED_WAIT_S: Final = 10.0  # time that a commit waits for failed storage
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One write. ``given_up_s``: if it still fails then, its caller gets an error instead of waiting."""
+    """Describes one write. If it still fails at ``given_up_s``, its caller gets an error instead of waiting."""
 
     write: Callable[[], Any]
     appended: int  # log records that must be durable before it
@@ -36,7 +36,7 @@ class _Write:
 
 
 class RecordQueue:
-    """Writes nothing without a recorder. ``spawn`` runs a coroutine as a task; a failure of it is a bug."""
+    """Writes nothing without a recorder. ``spawn`` runs a coroutine as a task, whose failure is a bug."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RecordQueue:
         return self._recorder is not None and version in self._recorder.evaluated
 
     def evaluations(self) -> Iterator[Evaluated]:
-        """Yields those that the record had at the start."""
+        """Yields the evaluations that the record had at the start."""
         for tree in () if self._recorder is None else self._recorder.evaluations:
             yield Evaluated.from_json_dict(tree)
 
@@ -78,9 +78,7 @@ class RecordQueue:
             self._queue(functools.partial(self._recorder.append_cancelled, group))
 
     def restored(self, leased: Iterable[TrajectoryGroup], cancelled: Iterable[CancelledGroup], newest: int) -> None:
-        """Requests the writes that an earlier incarnation may not have finished. Lines that are already written are
-        skipped.
-        """
+        """Requests the writes that an earlier incarnation may not have finished, and skips lines that are there."""
         if self._recorder is not None:
             self._queue(functools.partial(self._recorder.carry_on, newest, list(cancelled)))
             for group in leased:
@@ -96,7 +94,7 @@ class RecordQueue:
             await self._stored(functools.partial(self._recorder.commit, step, folder, identity))
 
     async def republished(self, version: int, folder: Path, identity: bytes) -> None:
-        """Like ``committed``, for a version that was published again."""
+        """Does the same as ``committed``, for a version that was published again."""
         if self._recorder is not None:
             await self._stored(functools.partial(self._recorder.republish, version, folder, identity))
 

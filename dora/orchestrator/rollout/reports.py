@@ -81,13 +81,13 @@ class WorkerReports:
         self._telemetry.messages_refused += 1
 
     def _note_pace(self, session: WorkerSession, report: pb.WorkerReport, spans: int, now: float) -> None:
-        """Enters the time between two tokens of a request, the mean since the last report. ``spans``: of the report."""
+        """Enters the mean time between two tokens of a request since the last report, which has so many spans."""
         before, tokens = session.load, report.generated_tokens - session.load.generated_tokens
         if tokens > 0 and before.running:
             self._telemetry.observe(of.TOKEN, (now - session.reported_s) * max(report.running, spans) / tokens)
 
     def _note_load(self, session: WorkerSession, report: pb.WorkerReport, now: float, at: float) -> None:
-        """Enters a report's figures that concern no single request. ``now``: on the monotonic clock."""
+        """Enters a report's figures that concern no single request. ``now`` is on the monotonic clock."""
         session.heard_s = session.reported_s = now
         session.clock_ahead_s = report.at - at
         session.rate.observe(now, report.generated_tokens)
@@ -204,7 +204,6 @@ class WorkerReports:
         return canary
 
     def _vocab_size(self, session: WorkerSession) -> int:
-        """The model's vocabulary size; the engine's if the model's config has none."""
         return self._store.reference.vocab_size or session.capability.vocab_size
 
     def _note_copy(self, session: MemberSession, outcome: pb.WorkerOutcome) -> None:
@@ -217,7 +216,6 @@ class WorkerReports:
             self._telemetry.kv_bytes += outcome.snapshot_bytes
 
     def _note_time(self, session: WorkerSession | PoolSession, pending: Pending, outcome: pb.WorkerOutcome) -> None:
-        """Enters the times of loads and copies, and the results of live handoffs."""
         command, handoff = pending.command, pending.handoff
         took_s = awake_s() - pending.sent_s
         if isinstance(command, do.LoadVersion) and outcome.ok:

@@ -22,7 +22,7 @@ Span = tuple[str, float, float]  # part, begin, end
 
 
 class StepTimes:
-    """The step that is being filled. Times are monotonic, but for ``at``, the wall-clock time of the same moment."""
+    """Times the step that is being filled. Times are monotonic, but for ``at``, the same moment's wall-clock time."""
 
     def __init__(self) -> None:
         self._phase: Phase = "asking"
@@ -53,7 +53,7 @@ class StepTimes:
                 self._phase = "training"
 
     def uploads(self, now_s: float) -> None:
-        """The trainer has begun to send a version, or to commit."""
+        """Notes that the trainer has begun to send a version, or to commit."""
         if self._phase == "training":
             self._add("training", now_s)
             self._phase = "publishing"
@@ -68,7 +68,7 @@ class StepTimes:
         return parts
 
     def answered(self, now_s: float) -> None:
-        """The trainer has the reply to its commit: before, the log made it durable."""
+        """Notes the reply to a commit, which the log has made durable."""
         if self._phase == "asking":
             self._add("publishing", now_s)
 
@@ -93,7 +93,7 @@ class StepTimes:
 
 
 def spans_of(response: ResponseState, now: float) -> Iterator[Span]:
-    """Yields what a finished response did, in wall-clock time; of two at one moment, the later one holds."""
+    """Yields what a finished response did, in wall-clock time. If two begin at one moment, the later one holds."""
     starts = response.segment_starts
     yield "admission", 0.0, response.started_at
     yield "sampling", response.started_at, response.finished_at

@@ -24,7 +24,7 @@ PERIOD_MOST_MS = 4000
 
 
 class MemberSession:
-    """One epoch of one worker, or of one pool."""
+    """Holds one epoch of one worker, or of one pool."""
 
     def __init__(self, worker_id: str, epoch: int, pid: int, host: str, kv: KvEndpoint) -> None:
         self.worker_id = worker_id
@@ -104,7 +104,7 @@ class WorkerSession(MemberSession):
 
 
 class PoolSession(MemberSession):
-    """One epoch of one pool. The core learns of it once its size, ``kv_tokens``, is known from the workers."""
+    """Holds one epoch of one pool. The core learns of it once workers report enough to know its size, ``kv_tokens``."""
 
     def __init__(
         self, pool_id: str, epoch: int, pid: int, host: str, capability: PoolCapability, kv: KvEndpoint = NO_KV
@@ -116,7 +116,7 @@ class PoolSession(MemberSession):
 
 
 class StepStream:
-    """One open StreamStep call: groups as they are delivered, then the end. Holds at most one step's groups."""
+    """Holds one open StreamStep call: delivered groups, at most one step's, then the end."""
 
     def __init__(self, trainer_epoch: int, step: int) -> None:
         self.trainer_epoch = trainer_epoch
@@ -130,7 +130,7 @@ class StepStream:
         self._queue.put_nowait(group)
 
     def close(self, *, exhausted: bool = False, superseded: bool = False, error: DoraError | None = None) -> None:
-        """``error``: sent to the trainer after the delivered groups."""
+        """Ends the stream. The trainer gets ``error`` after the delivered groups."""
         self.exhausted, self.superseded, self.error = exhausted, superseded, error
         self._queue.put_nowait(None)
 
@@ -148,10 +148,10 @@ class StepStream:
 
 
 class KvTier(Protocol):
-    """The server of the shared KV tier, for operators."""
+    """Describes the server of the shared KV tier for operators."""
 
     def status(self, workers: int) -> pb.KvTierStatus:
-        """``workers``: number of workers that reach it."""
+        """Returns the tier's status, with the number of workers that reach it."""
 
 
 class WorkerProcesses(Protocol):
@@ -160,10 +160,9 @@ class WorkerProcesses(Protocol):
 
 
 class MemberSessions:
-    """The connected workers and pools. ``lost`` receives each ended epoch of a worker or pool, with the
-    reason.
+    """Holds the connected workers and pools. ``lost`` receives each ended epoch with the reason.
 
-    ``report_period_ms``: the shortest time between two reports of a worker.
+    ``report_period_ms`` is the shortest time between two reports of a worker.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class MemberSessions:
         return self.epochs
 
     def _pace(self) -> None:
-        """The more workers there are, the less often each reports; they are told where that doubles, or halves."""
+        """Doubles or halves the workers' report period as their number grows or falls."""
         period_ms = self._least_period_ms
         while period_ms * REPORTS_PER_S < len(self.workers) * 1000 and period_ms < PERIOD_MOST_MS:
             period_ms = min(2 * period_ms, PERIOD_MOST_MS)
@@ -219,12 +218,12 @@ class MemberSessions:
         return self.workers.get(name) or self.pools.get(name)
 
     def of_epoch(self, worker_id: str, epoch: int) -> WorkerSession | PoolSession | None:
-        """The connection of this epoch of a worker or pool; None after its end."""
+        """Returns the connection of this epoch of a worker or pool, or None after its end."""
         session = self.end(worker_id)
         return session if session is not None and session.epoch == epoch else None
 
     def kv_token_bytes(self) -> int:
-        """KV bytes of one token, as workers report it; 0: unknown."""
+        """Returns the KV bytes of one token, as workers report it, or 0 if that is unknown."""
         return max((worker.capability.kv_token_bytes for worker in self.workers.values()), default=0)
 
     def lose(self, session: MemberSession, reason: str) -> None:
@@ -255,8 +254,8 @@ class MemberSessions:
             self.processes.kill(session.worker_id)
 
     def replace_silent(self, limit_s: float, loading: Container[str] = ()) -> None:
-        """Replaces each worker and pool that has been silent for ``limit_s``, except those that are ``loading``: the
-        core limits that time itself.
+        """Replaces workers and pools that are silent for ``limit_s``, except those ``loading``, whose time the core
+        limits.
         """
         for session in [*self.workers.values(), *self.pools.values()]:
             silent_s = awake_s() - session.heard_s

@@ -49,13 +49,13 @@ class StepRecord:
 
 
 def staleness_groups(groups: Sequence[TrajectoryGroup]) -> tuple[int, ...]:
-    """The number of groups of each staleness, from 0."""
+    """Returns the number of groups of each staleness, from 0."""
     found = Counter(int(group.staleness[0]) for group in groups if len(group))
     return tuple(found[staleness] for staleness in range(max(found, default=-1) + 1))
 
 
 class Rate:
-    """Tokens per second over the last few seconds, from a growing counter."""
+    """Computes tokens per second over the last few seconds from a growing counter."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque(maxlen=1024)
@@ -73,7 +73,7 @@ class Rate:
 
 
 def age_of(version: int, window: Window) -> str:
-    """The age of a live version: 0 is the newest. A label: it has as many values as the window has versions."""
+    """Returns the age of a live version as a label; 0 is the newest. The window bounds the number of labels."""
     return str(window.newest - version) if version >= window.oldest_live else OLDER
 
 
@@ -81,7 +81,7 @@ RESULTS: Final = ("done", "ended", "refused", "failed")  # ended: the response e
 
 
 class Moved(NamedTuple):
-    """The labels of a handoff that a worker or pool has carried out or refused."""
+    """Labels a handoff that a worker or pool has carried out or refused."""
 
     kind: str
     reason: str  # one of the core's REASONS
@@ -90,7 +90,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecentMove:
-    """One such handoff. ``number``: from 0; ``at``: wall-clock time."""
+    """Describes one such handoff, with its ``number`` from 0 and the wall-clock time ``at``."""
 
     number: int
     at: float
@@ -103,7 +103,7 @@ class RecentMove:
 
 
 class Telemetry:
-    """The figures of one service. ``registry`` has its histograms, for a Prometheus exporter."""
+    """Collects the figures of one service. A Prometheus exporter reads the histograms in ``registry``."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -143,7 +143,7 @@ class Telemetry:
         (histogram.labels(label) if distribution.label else histogram).observe(value)
 
     def quantile_ms(self, distribution: Distribution, share: float) -> float:
-        """A quantile of a histogram of seconds, in milliseconds."""
+        """Returns a quantile of a histogram of seconds, in milliseconds."""
         return 1000 * quantile(self._histograms[distribution.name], share)
 
     def session_ended(self, *, is_cached: bool, is_warm: bool) -> None:
@@ -152,15 +152,15 @@ class Telemetry:
         self.sessions_warm += is_warm
 
     def comes(self, event: on.Event, state: State, now_s: float) -> None:
-        """Enters what an event tells beside the core's state, which has not handled it yet."""
+        """Counts an event before the core handles it."""
         if isinstance(event, on.TurnRequested | on.SessionEnded):
             row = state.request_row.get(event.request_id)
             if row is not None and state.requests["status"][row] == IDLE:
                 self.observe(of.TOOL, now_s - float(state.requests["idle_s"][row]))
 
     def accepted(self, accepted: Accepted, age: str = "0") -> None:
-        """Counts the new tokens of a report, and how long responses that changed their worker had none. ``age``: of
-        the worker's version.
+        """Counts a report's new tokens, and the pauses of responses that changed their worker. ``age`` is its
+        version's.
         """
         if count := accepted.new_tokens:
             self.tokens_by_age[age] += count
@@ -180,7 +180,7 @@ class Telemetry:
             self.observe(of.PARKED, without_token_ms / 1000)
 
     def moved(self, handoff: Handoff, result: str) -> None:
-        """Counts a handoff that a worker or pool has carried out or refused. ``result``: as in ``Moved``."""
+        """Counts a handoff that a worker or pool has carried out or refused, with a ``result`` of ``Moved``."""
         moved = Moved(handoff.kind.name.lower(), handoff.reason, result)
         number = self.latest_moves[-1].number + 1 if self.latest_moves else 0
         self.moves[moved] += 1
@@ -205,7 +205,7 @@ class Telemetry:
         waited_s: float | None = None,
         began_s: float | None = None,
     ) -> None:
-        """``at``: wall-clock time, for people; ``stepped_s``: monotonic time. ``began_s``: when the commit came."""
+        """Enters a step. ``at`` is wall-clock time; ``stepped_s`` and the commit's ``began_s`` are monotonic."""
         rewards = [reward for group in groups for reward in group.rewards[group.rewards_valid].tolist()]
         staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
@@ -256,10 +256,10 @@ class Telemetry:
                 self.steps[position] = replace(step, metrics={})
 
     def groups_to_add(self, workers: int) -> int | None:
-        """Workers to add so that generation keeps up with training, by the latest steps; None: unknown.
+        """Returns the workers to add so that generation keeps up with training, or None if that is unknown.
 
-        A step in which the trainer waits takes as long as generation does, and without the waiting as long as training.
-        Time in which the step waited for environments and tools is neither: more workers do not shorten it.
+        A step in which the trainer waits takes as long as generation, and without the waiting as long as training.
+        Waiting for environments and tools does not count, because more workers do not shorten it.
         """
         steps = [(s.took_s, s.waited_s, s.parts_s.get("tools", 0.0)) for s in self.steps]
         known = [(took_s, waited_s, tools_s) for took_s, waited_s, tools_s in steps if took_s and waited_s is not None]
@@ -270,13 +270,13 @@ class Telemetry:
         return groups_to_add(max(generation_s, training_s), training_s, workers)
 
     def latest_s(self) -> tuple[float, float]:
-        """The mean time of the latest steps, and the part of it that waited for agents; 0 before two steps."""
+        """Returns the latest steps' mean seconds, and the part that waited for agents. Both are 0 before two steps."""
         known = [(step.took_s, step.parts_s.get("tools", 0.0)) for step in self.steps if step.took_s][-ADVICE_STEPS:]
         mean_s, waited_s = np.mean(known, axis=0) if known else (0.0, 0.0)
         return float(mean_s), float(waited_s)
 
     def counters(self) -> dict[str, float]:
-        """Counters beside the core's own."""
+        """Returns the counters beside the core's own."""
         busy_s = self.last_token_at - self.first_token_at
         return {
             "tokens_generated": self.tokens_delivered,
@@ -306,9 +306,9 @@ class Telemetry:
 
 
 def quantile(histogram: Histogram, share: float) -> float:
-    """The value that ``share`` of the observations do not exceed, linear within its bucket, as PromQL computes it.
+    """Returns the value that ``share`` of the observations do not exceed, linear within its bucket, as in PromQL.
 
-    0 without observations; at most the highest finite bound.
+    Returns 0 without observations, and at most the highest finite bound.
     """
     samples = [sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket")]
     buckets = [(0.0, 0.0), *((float(sample.labels["le"]), sample.value) for sample in samples)]

@@ -22,7 +22,7 @@ log = logging.getLogger("dora.service")
 
 @dataclass(eq=False, repr=False)
 class Trainers:
-    """``published`` is told of each committed version."""
+    """Carries out the core's commands to trainers. ``published`` is told of each committed version."""
 
     _core: Core
     _buffer: ResponseBuffer
@@ -41,15 +41,15 @@ class Trainers:
         }
 
     def is_expected(self) -> bool:
-        """Whether a trainer streams, trains on leased groups, or did so a moment ago."""
+        """Returns whether a trainer streams, trains on leased groups, or did so a moment ago."""
         return self.presence.is_expected(self._holds())
 
     def shown(self) -> str:
-        """The name of the attached trainer; empty if there is none or it has left."""
+        """Returns the name of the attached trainer, or an empty text if there is none or it has left."""
         return self.presence.name if self.presence.is_there(self._holds()) else ""
 
     def window_wait(self) -> pb.WindowWait | None:
-        """What a full window waits for; None: it has room, or is closed."""
+        """Returns what a full window waits for, or None if it has room or is closed."""
         return window_wait(self._core.state, self._buffer, self.shown())
 
     def _holds(self) -> bool:
@@ -62,7 +62,7 @@ class Trainers:
             before.close(superseded=True)
 
     def stream_of(self, trainer_epoch: int, step: int) -> StepStream | None:
-        """The open stream of this step."""
+        """Returns the open stream of this step, or None."""
         stream = self.stream
         if stream is not None and (stream.trainer_epoch, stream.step) == (trainer_epoch, step):
             return stream

@@ -10,7 +10,7 @@ TURN_S: Final = 0.005  # longest turn of the loop; started work is finished
 
 
 class MessageTurns:
-    """``async with turns:`` around the handling of one message. First come, first served."""
+    """Orders the handling of messages: ``async with turns:`` lets the first comer in first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

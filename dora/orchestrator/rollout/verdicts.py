@@ -34,7 +34,7 @@ class Verifier(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Verdicts:
-    """The core's commands to score responses. ``group_filter`` None: every group is kept."""
+    """Carries out the core's commands to score responses. If ``group_filter`` is None, every group is kept."""
 
     _core: Core
     _buffer: ResponseBuffer
@@ -55,7 +55,6 @@ class Verdicts:
         self._core.spawn(self._score_evaluated(entry) if entry.is_evaluation else self._score(entry))
 
     def _closed(self, request_id: str) -> ResponseState:
-        """Returns a finished response; a session is closed."""
         entry = self._buffer[request_id]
         if entry.is_session and not entry.is_closed:
             self._journal.session(entry, self._buffer.close(entry, self._core.now()))
@@ -95,7 +94,7 @@ class Verdicts:
         return reward
 
     async def _filtered(self, entry: ResponseState) -> bool:
-        """Returns whether the user's filter cancels the group after its last verdict. No step has seen the group yet.
+        """Returns whether the user's filter cancels the group after its last verdict, before any step has seen it.
 
         A group with a failed verdict is kept, because its rewards are incomplete.
         """

@@ -17,7 +17,7 @@ from dora.weights.store import WeightStore
 
 @dataclass(eq=False, repr=False)
 class Versions:
-    """``kept``: the versions that a restart needs; None: there is no state folder."""
+    """Carries out the core's commands to versions. A restart needs those ``kept``, or none without a state folder."""
 
     _core: Core
     _store: WeightStore
@@ -34,7 +34,6 @@ class Versions:
         }
 
     def _forget(self, version: int) -> None:
-        """Notes that a restart of the service does not need the version."""
         self._journal.note(records.Retired(version, version == self._rollout.reference_version))
         self._core.spawn(self.drop_kept(version))
 
@@ -47,7 +46,6 @@ class Versions:
         self._hosts.retired(command.version)
 
     async def _free(self, gone: Path) -> None:
-        """Deletes a retired version's files in the background."""
         with self._storage.tidying(RUN_FOLDER):
             await asyncio.to_thread(self._store.free, gone)
 

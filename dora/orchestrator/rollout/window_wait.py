@@ -15,7 +15,7 @@ OPENED: Final = "open:"  # begins the environment of a group that a client has o
 
 
 def window_wait(state: State, buffer: ResponseBuffer, trainer: str) -> pb.WindowWait | None:
-    """Returns None if the window has room or is closed. ``trainer``: the name of the attached one; empty: none is.
+    """Returns None if the window has room or is closed. ``trainer`` is the name of the attached one, or empty.
 
     A step waits for agents if, without the groups of idle sessions, too few groups are left for it or one is due.
     """

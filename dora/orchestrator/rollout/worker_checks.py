@@ -34,7 +34,7 @@ _TOTAL_MAX: Final = 1 << 53  # of a worker's counters: a larger integer is not e
 
 
 def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> EngineCapability:
-    """Returns the capacity of the worker's engine. ``vocab_size``: the model's; 0 if its config has none."""
+    """Returns the capacity of the worker's engine. ``vocab_size`` is the model's, or 0 if its config has none."""
     if not WORKER_ID.fullmatch(hello.worker_id):
         raise InvalidValue("worker_id", hello.worker_id, "1 to 64 letters, digits, '.', '_' or '-'")
     for name in ("host", "fingerprint", "dtype", "kv_address"):
@@ -128,7 +128,7 @@ def _check_times(times: pb.EngineTimes) -> None:
 def checked_tokens(report: pb.WorkerReport, kv_tokens: int, vocab_size: int, rows_most: int) -> TokenColumns:
     """Checks the tokens of a report by themselves. ``ResponseBuffer.accept`` checks that they continue their responses.
 
-    ``kv_tokens``: the size of the worker's KV-cache, as it reported. ``rows_most``: an upper bound of rows.
+    ``kv_tokens`` is the size of the worker's KV-cache, as it reported. ``rows_most`` is an upper bound of rows.
     """
     for name, most in (
         ("kv_used_tokens", kv_tokens),

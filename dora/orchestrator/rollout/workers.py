@@ -22,7 +22,7 @@ SENT: Final[tuple[type, ...]] = tuple(each for each in get_args(do.Command) if i
 
 @dataclass(eq=False, repr=False)
 class Workers:
-    """The commands to workers and pools. A command to an ended epoch is dropped: its loss is on the way to the core."""
+    """Sends commands to workers and pools. Drops those to ended epochs: the core is about to learn of the loss."""
 
     _core: Core
     _buffer: ResponseBuffer
@@ -51,9 +51,7 @@ class Workers:
             self._core.spawn(self._cannot_load(command, str(error)))
 
     async def _cannot_load(self, command: do.LoadVersion, error: str) -> None:
-        """Reports a failed load for the worker. The worker's own host may still have the version, if it is another
-        host.
-        """
+        """Reports a failed load for the worker. If the worker is on another host, that host may have the version."""
         kind = "missing" if self._hosts.shares_store(command.worker_id) else "refused"
         self._core.post(on.CommandDone(command.worker_id, command.epoch, command.command_id, False, error, kind))
         self._hosts.look_at_store(command.version)

@@ -11,7 +11,7 @@ SECRET_BYTES: Final = 32
 
 
 class Capabilities:
-    """``secret``: of the run, if an earlier incarnation made one; empty: a new one is made."""
+    """Makes and checks capabilities with the ``secret`` of an earlier incarnation, or a new one."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret or secrets.token_bytes(SECRET_BYTES)

@@ -21,7 +21,7 @@ NO_STATE = "This service has no state folder, so there is nothing to checkpoint.
 
 @dataclass(eq=False, repr=False)
 class Checkpoints:
-    """Of a service with a state folder."""
+    """Makes checkpoints of a service with a state folder."""
 
     _config: Config
     _core: Core
@@ -31,7 +31,7 @@ class Checkpoints:
     _incarnation: Incarnation
 
     async def make(self, name: str) -> pb.CheckpointReply:
-        """Makes the state durable. ``name``: under which the newest version is kept; empty: under none.
+        """Makes the state durable, and keeps the newest version under ``name`` unless that is empty.
 
         Raises Conflict without a state folder, InvalidValue, and ServiceUnavailable if it cannot be written.
         """
@@ -55,7 +55,6 @@ class Checkpoints:
         )
 
     async def _kept(self, folder: Path, name: str) -> tuple[str, int]:
-        """Keeps the newest version under a name. Returns its folder and the version."""
         newest = self._core.state.window.newest
         named.check_name(folder, name)
         facts = {"version": newest, "kept_at": time.time()}

@@ -15,7 +15,7 @@ from dora.system.awake import awake_s
 
 @dataclass(eq=False, repr=False)
 class Draining:
-    """``ends_s``: the end of the drain that a stop has begun, on the monotonic clock; None: there is none."""
+    """Tells how a drain proceeds. It ends at ``ends_s`` on the monotonic clock, if a stop has begun it."""
 
     _config: Config
     _core: Core
@@ -26,7 +26,7 @@ class Draining:
         self.ends_s: float | None = None
 
     def status(self) -> pb.Draining | None:
-        """None while the service admits prompts."""
+        """Returns the drain's status, or None while the service admits prompts."""
         if not self._feed.closed:
             return None
         waits_for = self._waits_for()
@@ -41,12 +41,11 @@ class Draining:
         return pb.Draining(ended=ended, waits_for=waits_for, remedy=remedy)
 
     def ended_line(self) -> str:
-        """The message to a trainer that gets no more groups: the reason, and how to train further."""
+        """Returns the message to a trainer that gets no more groups: the reason, and how to train further."""
         ended, more = self._ended()
         return f"{ended}; {more}"
 
     def _ended(self) -> tuple[str, str]:
-        """Returns the reason for which no more prompts are admitted, and how to train further."""
         service = self._config.service
         where = f"start a service on {service.state} again" if service.state else "start a new service"
         if self.ends_s is not None:

@@ -39,7 +39,7 @@ class Evaluating:
     async def run(
         self, request: pb.EvaluateRequest, reading: asyncio.Lock, context: ServicerContext
     ) -> AsyncIterator[pb.EvaluationPart]:
-        """Runs one evaluation and streams its results. ``reading``: held while prompts are decoded.
+        """Runs one evaluation and streams its results. Holds ``reading`` while prompts are decoded.
 
         Raises InvalidValue, Conflict, NotFound or LimitExceeded if it cannot begin.
         """
@@ -84,7 +84,7 @@ class Evaluating:
         return stream
 
     def statuses(self) -> list[pb.EvaluationStatus]:
-        """The running evaluations in the order of their calls."""
+        """Returns the running evaluations in the order of their calls."""
         core = self._core.state.evaluations
         found: list[pb.EvaluationStatus] = []
         for evaluation_id, stream in self._evaluations.running.items():

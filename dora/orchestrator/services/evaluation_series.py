@@ -43,7 +43,7 @@ TOO_MANY: Final = f"{RUNNING_MAX} earlier evaluations of the series still run"
 
 
 def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCheck) -> list[Prompt]:
-    """Returns the prompts of the series, checked; empty if there is none. Raises InvalidValue, naming the row."""
+    """Returns the prompts of the series, checked, or none without a series. Raises InvalidValue, naming the row."""
     name = config.evaluation.prompts
     if not name:
         return []
@@ -71,7 +71,7 @@ def evaluation_prompts(config: Config, tokenizer: ChatTokenizer, check: PromptCh
 
 @dataclass(eq=False, repr=False)
 class OwnEvaluations:
-    """The series of one service; without prompts it does nothing."""
+    """Runs the series of one service. Without prompts it does nothing."""
 
     _config: Config
     _core: Core
@@ -91,7 +91,7 @@ class OwnEvaluations:
             named.tidy(self._state)
 
     def at(self, version: int) -> None:
-        """Begins the evaluation of ``version``, the newest, if it is its turn."""
+        """Begins the evaluation of ``version``, the newest, if it is due."""
         is_known = version <= self._last or self._recorder.is_evaluated(version)
         if not self._prompts or version % self._settings.every or is_known:
             return
@@ -123,7 +123,7 @@ class OwnEvaluations:
             await asyncio.to_thread(self._compared, prepared, version, score_of_responses(groups), complete)
 
     def _prepared(self, version: int) -> Path | None:
-        """The version's files, in case that it is the best one; None if they are not wanted, or cannot be kept."""
+        """Returns the version's files, in case it is the best one, or None if they are not wanted or cannot be kept."""
         if self._state is None:
             return None
         try:

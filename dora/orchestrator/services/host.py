@@ -30,7 +30,7 @@ TROUBLE_MAX: Final = 4000  # characters of one worker's error
 
 @dataclass(eq=False, repr=False)
 class HostService(stubs.HostServicer):
-    """Hashes the model's files once, when the first host joins."""
+    """Connects hosts' agents. Hashes the model's files once, when the first host joins."""
 
     _hosts: Hosts
     _store: WeightStore

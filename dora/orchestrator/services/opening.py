@@ -25,7 +25,7 @@ from dora.rpc.errors import LimitExceeded
 
 @dataclass(eq=False, repr=False)
 class Opening:
-    """Opens and withdraws groups. ``model``: the model's folder on this host."""
+    """Opens and withdraws groups. ``model`` is the model's folder on this host."""
 
     _config: Config
     _core: Core
@@ -36,8 +36,8 @@ class Opening:
     _model: Path
 
     async def open_group(self, request: pb.OpenRequest) -> str:
-        """Queues the prompt of a group whose sessions its caller drives, or admits it as the version that the request
-        has, unless that was done. Returns the group's environment.
+        """Queues the prompt of a group whose sessions its caller drives, or admits it as the request's version, unless
+        that was done. Returns the group's environment.
 
         Raises InvalidValue, Conflict, LimitExceeded, and NotFound if the request only asks for a group that was opened;
         then nothing has changed.
@@ -74,8 +74,8 @@ class Opening:
         return environment
 
     def _check_version(self, version: int) -> None:
-        """Raises Conflict for a version that is not live or admits no new group, LimitExceeded while the window has no
-        room for a group of it.
+        """Raises Conflict for a version that is not live or admits no new group, LimitExceeded if the window has no
+        room for it.
         """
         window = self._core.state.window
         alive = self._live()
@@ -90,7 +90,6 @@ class Opening:
             raise LimitExceeded("version", version, f"opened later: {full}")
 
     def _live(self) -> list[int]:
-        """Returns the live versions that workers can have, ascending."""
         state = self._core.state
         versions = range(state.window.oldest_live, state.window.newest + 1)
         return [each for each in versions if version_state(state, each) not in ("rejected", "unavailable")]

@@ -32,7 +32,7 @@ WATCHES_MAX = 32  # open at once
 
 @dataclass(eq=False, repr=False)
 class PromptService(stubs.PromptsServicer):
-    """Queues prompts: all of a call or none."""
+    """Queues all prompts of a call, or none."""
 
     _core: ServiceCore
     _feed: PromptFeed

@@ -117,8 +117,8 @@ class Publishing:
 
     async def record(self, request: Request, folder: Path, identity: bytes, step: CommittedStep | None = None) -> None:
         """Makes a version's record durable before it becomes visible, and its weights if the service can carry on after
-        a crash. ``step``: whose commit it is; None: the version is published again. Raises ServiceUnavailable if that
-        fails now: the version then counts as not published, so that other weights may follow.
+        a crash. ``step`` is None if the version is published again. Raises ServiceUnavailable if that fails now: the
+        version then counts as not published, so that other weights may follow.
         """
         try:
             await self._keep(request.version, folder)
@@ -144,7 +144,7 @@ class Publishing:
         self._storage.works(PERSISTED)
 
     async def withdraw(self, version: int) -> None:
-        """Removes a stored and recorded version that was not committed: the next commit may bring others."""
+        """Removes a stored and recorded version that was not committed, because the next commit may bring others."""
         await asyncio.to_thread(self._store.withdraw, version)
         if self._versions.kept is not None:
             await asyncio.to_thread(self._versions.kept.drop, version)

@@ -24,7 +24,7 @@ _SAME: Final = ("task_id", "sample_index", "started_at", "finished_at", "finish_
 
 @dataclass(eq=False, repr=False)
 class RecordedTrajectories:
-    """Reads one file at a time, in a thread. ``record``: its folder; empty: the service keeps none."""
+    """Reads one file at a time, in a thread. ``record`` is the record's folder, or empty without a record."""
 
     _state: State
     _record: str
@@ -33,14 +33,14 @@ class RecordedTrajectories:
         self._reading = asyncio.Lock()
 
     async def list(self, request: pb.TrajectoriesRequest) -> pb.TrajectoriesReply:
-        """The latest first, of all workers. Raises InvalidValue without a record."""
+        """Returns all workers' trajectories, the latest first. Raises InvalidValue without a record."""
         if not self._record:
             raise InvalidValue("state", COMMITTED, "another one: this service keeps no record (start it with --record)")
         async with self._reading:
             return await asyncio.to_thread(_listed, Path(self._record), self._state.window.newest, request)
 
     async def show(self, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
-        """Raises NotFound for a trajectory that is not in the record."""
+        """Returns one trajectory. Raises NotFound if it is not in the record."""
         name = request.trajectory_id
         async with self._reading:
             with suppress(NotFound):
@@ -77,7 +77,7 @@ def _status(trajectory: Trajectory) -> pb.TrajectoryStatus:
 
 
 def _shown(of: Trajectory, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
-    """Without turns, and without times of moves, which the record does not have."""
+    """Returns the trajectory without turns and times of moves, which the record does not have."""
     return pb.ShownTrajectory(
         status=_status(of),
         reward=of.reward if of.reward_valid else None,

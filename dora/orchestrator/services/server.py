@@ -31,7 +31,7 @@ STREAM_END_S = 1.0  # time for open streams to end by themselves
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The servicers of one service."""
+    """Holds the servicers of one service."""
 
     trainer: TrainerService
     prompts: PromptService
@@ -45,9 +45,7 @@ class Services:
 async def serving(
     config: Config, services: Services, incarnation: Incarnation, tokens: ServiceTokens, audit: Audit | None = None
 ) -> AsyncIterator[str]:
-    """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``audit``: where acts are
-    noted; None: nowhere.
-    """
+    """Runs the gRPC server; yields the actual listening address (port 0 takes a free one). ``audit`` notes acts."""
     limit_bytes = config.service.max_message_bytes
     room = Room(connections_most())
     noting = () if audit is None else (AuditInterceptor(audit),)
@@ -84,8 +82,8 @@ async def check_address(config: Config) -> None:
 
 
 def _bound(server: grpc.aio.Server, config: Config) -> str:
-    """The address at which the server will listen. Raises InvalidValue for one in use, and for TLS files that it cannot
-    use.
+    """Returns the address at which the server will listen. Raises InvalidValue for one in use, and for unusable TLS
+    files.
     """
     host, _, port = config.service.listen.rpartition(":")
     tls = tls_of(config)

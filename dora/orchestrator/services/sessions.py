@@ -39,7 +39,7 @@ REASON_MAX: Final = 200  # characters
 
 @dataclass(eq=False, repr=False)
 class SessionService(stubs.SessionsServicer):
-    """Each call checks everything before it changes anything, so a refused one disturbs no session."""
+    """Serves sessions. Each call checks everything before it changes anything, so a refused one disturbs no session."""
 
     _core: ServiceCore
     _buffer: ResponseBuffer
@@ -194,8 +194,8 @@ class SessionService(stubs.SessionsServicer):
 
 
 def _tokens(response: ResponseState, turn: int, first: int | None = None, earlier: bytes = b"") -> pb.TurnTokens:
-    """The sampled tokens of a turn, from this index among all tokens on (None: all), with its end if it has ended.
-    ``earlier``: the response tokens before the turn, if the caller needs them.
+    """Returns a turn's sampled tokens from the index ``first`` on, or all, with its end if it has ended. ``earlier``
+    has the response tokens before the turn, if the caller needs them.
     """
     begin, end = response.turn_begin(turn) if first is None else first, response.turn_end(turn)
     rows = response.buffered()[begin:end]
@@ -243,8 +243,8 @@ def _begin(response: ResponseState, capability: bytes) -> pb.SessionBegin:
 
 
 def _reward(request: pb.EndSessionRequest, last_turn: int) -> Reward | None:
-    """The environment's verdict; None if the reward function is to give it. Without a reward of the session, the turns'
-    rewards add up. Raises InvalidValue.
+    """Returns the environment's verdict, or None if the reward function is to give it. Without a reward of the session,
+    the turns' rewards add up. Raises InvalidValue.
     """
     turns = dict(request.turn_rewards)
     if not (request.HasField("reward") or turns):

@@ -24,7 +24,7 @@ STATES: Final = ("waiting", "running", "moving", "parked", "idle", "dormant", "s
 
 
 def trajectories(state: State, buffer: ResponseBuffer, request: pb.TrajectoriesRequest) -> pb.TrajectoriesReply:
-    """Admitted responses that are not committed, the oldest first."""
+    """Returns admitted responses that are not committed, the oldest first."""
     limit = request.limit or LISTED_DEFAULT
     responses = (response for _, members in buffer.groups() for response in members)
     if not request.state and not request.worker:
@@ -38,7 +38,7 @@ def trajectories(state: State, buffer: ResponseBuffer, request: pb.TrajectoriesR
 
 
 def trajectory(state: State, buffer: ResponseBuffer, request: pb.ShowTrajectoryRequest) -> pb.ShownTrajectory:
-    """Raises NotFound for one that is unknown or committed."""
+    """Returns one response. Raises NotFound if it is unknown or committed."""
     response = buffer.get(request.trajectory_id)
     if response is None or request.trajectory_id not in state.request_row:
         raise NotFound("trajectory_id", request.trajectory_id, "a trajectory that is admitted and not committed")
@@ -80,7 +80,7 @@ def _is_sampled(response: ResponseState) -> Column:
 def tokens_of(
     prompt: Sequence[int], tokens: Column, logprobs: Column, is_sampled: Column, request: pb.ShowTrajectoryRequest
 ) -> dict[str, Any]:
-    """The fields of a ShownTrajectory that have the tokens that the request asks for."""
+    """Returns the fields of a ShownTrajectory that have the tokens that the request asks for."""
     before, first = len(prompt), request.first_token
     chosen = slice(first, first + (request.tokens or TOKENS_DEFAULT))
     return {

@@ -30,7 +30,7 @@ _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on 
 
 
 class News:
-    """The steps and moves that a stream of statuses has told: each is told once."""
+    """Holds the steps and moves that a stream of statuses has told, so that each is told once."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
@@ -50,7 +50,7 @@ class News:
 
 @dataclass(eq=False, repr=False)
 class ServiceStatus:
-    """Makes the status. ``tier``: the server of the shared KV tier; None: there is none."""
+    """Makes the status. ``tier`` is the server of the shared KV tier, or None."""
 
     _config: Config
     _core: Core
@@ -73,7 +73,7 @@ class ServiceStatus:
         return News(self._telemetry)
 
     def of_service(self, model: str, news: News | None = None) -> pb.Status:
-        """``news`` None: with all steps that are kept, and without moves."""
+        """Returns the status. If ``news`` is None, it has all steps that are kept, and no moves."""
         state, position = self._core.state, self._feed.position
         window, hosts = state.window, self._hosts.statuses()
         step_s, agents_wait_s = self._telemetry.latest_s()
@@ -121,7 +121,7 @@ class ServiceStatus:
         )
 
     def workers_to_add(self) -> int | None:
-        """The advice of the latest steps, but none while a step waits for agents."""
+        """Returns the advice of the latest steps, or None while a step waits for agents."""
         if (wait := self._trainers.window_wait()) is not None and wait.waits_for == "agents":
             return 0
         return self._telemetry.groups_to_add(sum(not w.draining for w in self._core.state.workers.values()))
@@ -139,7 +139,7 @@ class ServiceStatus:
         return self.tier.status(sum(session.tier.up for session in self._sessions.workers.values()))
 
     def counters(self) -> dict[str, float]:
-        """The core's counters and the shell's. ``groups_lost``: admitted, yet neither held, trained nor cancelled."""
+        """Returns all counters. ``groups_lost`` counts those admitted, yet neither held, trained nor cancelled."""
         state = self._core.state
         core = {name: float(value) for name, value in asdict(state.counters).items()}
         held = len(state.group_row)
@@ -178,7 +178,7 @@ class ServiceStatus:
         )
 
     def _pools(self, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:
-        """The connected pools, then the lost ones. A pool whose host has left as was asked is not lost."""
+        """Returns the connected pools, then the lost ones. A pool whose host has left on request is not lost."""
         known, sessions = self._core.state.pools, self._sessions
         found = []
         for pool_id, session in sorted(sessions.pools.items()):
@@ -207,8 +207,8 @@ class ServiceStatus:
         return found
 
     def gone_workers(self) -> Iterator[tuple[str, str, str]]:
-        """Workers that are not connected, with state and reason. A worker that left on request is not lost, and starts
-        if its host has a process of that name again.
+        """Yields workers that are not connected, with state and reason. A worker that left on request is not lost, and
+        starts if its host has a process of that name again.
         """
         started = self._hosts.workers()
         for name, reason in sorted(self._sessions.lost_reasons.items()):
@@ -231,7 +231,7 @@ def _evaluated(evaluated: Evaluated) -> pb.EvaluatedVersion:
 
 
 def groups_of(state: State, version: int) -> tuple[int, int]:
-    """The groups of a version that no step has taken: the unfinished and the finished ones."""
+    """Returns the number of unfinished and of finished groups of a version that no step has taken."""
     found = np.bincount(state.groups["status"][state.groups["version"] == version], minlength=len(GroupStatus) + 1)
     return int(found[GroupStatus.OPEN]), int(found[GroupStatus.FINISHED])
 

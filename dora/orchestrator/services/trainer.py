@@ -56,7 +56,7 @@ Reply = TypeVar("Reply")
 
 @dataclass(eq=False, repr=False)
 class TrainerService(stubs.TrainerServicer):
-    """One active trainer, fenced by its epoch."""
+    """Serves one active trainer, fenced by its epoch."""
 
     _config: Config
     _core: ServiceCore
@@ -198,9 +198,8 @@ class TrainerService(stubs.TrainerServicer):
             raise InvalidValue("upload", f"silent for {UPLOAD_SILENCE_S:g} s", "sent without such a pause") from error
 
     def _check_upload(self, trainer_epoch: int, version: int) -> None:
-        """Permits only the version that the open step commits, or a rejected one.
-
-        The last republished version is permitted too: its reply may be lost, and the trainer repeats the call.
+        """Permits only the version that the open step commits, a rejected one, and the last republished one. The
+        trainer repeats a republication whose reply is lost.
         """
         self._check_epoch(trainer_epoch)
         state, anew = self._core.state, self._last_republish
@@ -255,7 +254,7 @@ class TrainerService(stubs.TrainerServicer):
         return reply
 
     def _committed_record(self, step: CommittedStep, digest: bytes) -> records.Committed:
-        """With the time that the run record has for the step: a start compares them."""
+        """Returns the record with the step's time in the run record, because a start compares them."""
         machine = self._core.machine
         return records.Committed(
             step.step, digest, step.committed_at, asdict(machine.counters), learning.snapshot(machine.state)
@@ -327,9 +326,8 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def checked_replays(group_ids: Sequence[str], fresh: Container[str], most: int) -> tuple[str, ...]:
-    """Returns the replayed groups that a commit names. ``fresh``: the step's own groups, which are no replays.
-
-    Raises InvalidValue for more than ``most``, one that is named twice, and a name that no group has.
+    """Returns the replayed groups that a commit names. Raises InvalidValue for more than ``most``, a repeated id, one
+    that no group can have, and one in ``fresh``, the step's own groups.
     """
     if len(group_ids) > most:
         raise InvalidValue("replayed_groups", f"{len(group_ids)} groups", f"at most {most}, the groups of a step")
@@ -345,18 +343,15 @@ def checked_replays(group_ids: Sequence[str], fresh: Container[str], most: int) 
 
 
 def _known(metrics: Mapping[str, float], name: str) -> float:
-    """One of WINDOW_METRICS; -1 if it is missing or out of range."""
     value = metrics.get(name, -1.0)
     return value if 0.0 <= value <= WINDOW_METRICS[name] else -1.0
 
 
 def _commit_digest(request: pb.CommitStepRequest) -> bytes:
-    """Identifies a repeated commit by step, version and the files' hashes."""
     return _digest(f"{request.step}/{request.version}", request)
 
 
 def _republish_digest(request: pb.RepublishVersionRequest) -> bytes:
-    """Identifies a repeated request by version, the files' hashes and the canary."""
     return _digest(f"{request.version}/{request.canary.token_ids.hex()}/{request.canary.logprobs.hex()}", request)
 
 

@@ -14,7 +14,7 @@ def check_repeated(
 ) -> None:
     """Raises Conflict if a turn is requested again with other tokens, at another place or with other sampling.
 
-    ``resolved``: as of ``sampling_of``. Raises InvalidValue.
+    ``sampling_of`` gets ``resolved``. Raises InvalidValue.
     """
     run = response.inputs[request.turn - 1]
     is_same = response.buffered()["token_id"][run.buffer_begin : run.buffer_end].tobytes() == request.given_token_ids

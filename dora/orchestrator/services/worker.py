@@ -41,7 +41,7 @@ KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "po
 
 @dataclass(eq=False, repr=False)
 class WorkerService(stubs.WorkerServicer):
-    """All workers' engines must be alike: a new one must have the fingerprint of the connected ones."""
+    """Connects workers and pools. A new worker's engine must have the fingerprint of the connected ones."""
 
     _config: Config
     _core: Core
@@ -104,7 +104,7 @@ class WorkerService(stubs.WorkerServicer):
         self._introduce_pools()
 
     def _joined(self, session: WorkerSession | PoolSession) -> on.WorkerJoined | on.PoolJoined | None:
-        """The core's event of a join; None if it was lost meanwhile, or a pool's size in tokens is unknown."""
+        """Returns the core's event of a join, or None if it was lost or a pool's size in tokens is unknown."""
         if self._sessions.of_epoch(session.worker_id, session.epoch) is not session:
             return None
         if isinstance(session, WorkerSession):
@@ -201,7 +201,7 @@ class WorkerService(stubs.WorkerServicer):
                 session.held[each.request_id] = each.tokens
 
     def _parked_tokens(self, held: pb.HeldRequest) -> int:
-        """The tokens of a request that a pool of an earlier incarnation has; below 0: of another history."""
+        """Returns the tokens of a request in an earlier incarnation's pool, or below 0 if their history differs."""
         response = self._buffer.get(held.request_id)
         is_other = (
             response is not None and response.is_session and not response.continues(held.tokens, held.given_digest)

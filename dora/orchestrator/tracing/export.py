@@ -35,7 +35,7 @@ def check_traces(service: ServiceConfig) -> None:
 
 @asynccontextmanager
 async def tracer_of(service: ServiceConfig) -> AsyncIterator["Tracer"]:
-    """The tracer of the configured collector. At the end it sends what is left."""
+    """Yields the tracer of the configured collector. At the end it sends what is left."""
     check_traces(service)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

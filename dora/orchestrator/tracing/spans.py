@@ -26,7 +26,7 @@ ENDED: Final = "the service has ended"
 
 
 class Spans:
-    """The open spans of one service. ``tracer`` samples them; ``model``: the name in GenAI attributes."""
+    """Holds the open spans of one service. ``tracer`` samples them; ``model`` is the name in GenAI attributes."""
 
     def __init__(self, tracer: Tracer, state: State, model: str) -> None:
         self._tracer = tracer
@@ -54,7 +54,7 @@ class Spans:
 
     def submitted(self, prompt_ids: Sequence[str], trace: Mapping[str, str]) -> None:
         """Notes the span of the client that submitted these prompts: their sessions are part of it, and it decides
-        whether they are sampled. ``trace``: W3C's fields.
+        whether they are sampled. ``trace`` has W3C's fields.
         """
         context = _PROPAGATOR.extract(trace)
         if trace_api.get_current_span(context).get_span_context().is_valid:
@@ -184,7 +184,7 @@ class Spans:
             self._end_session(request_id, reason)
 
     def _end_session(self, request_id: str, reason: str = "") -> None:
-        """Ends a session with its turn. ``reason``: why it has failed; empty: it has not."""
+        """Ends a session with its turn. ``reason`` says why it has failed; it is empty if it has not."""
         for spans in (self._turns, self._sessions):
             if (span := spans.pop(request_id, None)) is None:
                 continue

@@ -15,7 +15,7 @@ from dora.journal import records
 
 @dataclass(frozen=True, slots=True)
 class BegunSegment:
-    """A response's first tokens on a worker."""
+    """Describes a response's first tokens on a worker."""
 
     index: int  # of the span that begins the segment
     first_token: int
@@ -26,10 +26,9 @@ class BegunSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """One report after it was checked and appended. Columns have one value per span of ``columns``, in that order.
+    """Holds a report after it was checked and appended. Columns have one value per span of ``columns``, in that order.
 
-    ``is_mixed``: the report has spans of a version that is not their request's (C1). ``columns`` are these spans, and
-    nothing was appended.
+    If ``is_mixed``, nothing was appended, and ``columns`` has only the spans whose version is not their request's (C1).
     """
 
     worker_id: str
@@ -60,13 +59,13 @@ class Accepted:
         return [each.admitted_s for each in self.segments if each.admitted_s is not None]
 
     def event(self, epoch: int, waiting: int, kv_used_tokens: int) -> on.TokensReported:
-        """The core's event. ``epoch``, ``waiting`` and ``kv_used_tokens`` are the worker's."""
+        """Returns the core's event, with the worker's values."""
         rows, tokens = self.columns.rows.astype(np.int32), self.after.astype(np.int32)
         ends = self.columns.ends
         return on.TokensReported(self.worker_id, epoch, self.version, rows, tokens, ends, waiting, kv_used_tokens)
 
     def record(self) -> records.Tokens | None:
-        """The journal's record of new tokens and ends; None if it would be empty.
+        """Returns the journal's record of new tokens and ends, or None if it would be empty.
 
         It leaves evaluations out, because they end with the service.
         """

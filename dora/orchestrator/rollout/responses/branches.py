@@ -21,8 +21,8 @@ Value = TypeVar("Value")
 
 
 def trajectories(response: ResponseState, step: int, reference_version: int, group_size: int) -> Iterator[Trajectory]:
-    """Yields a finished response as the trainer of ``step`` gets it: one trajectory, or one for each branch.
-    ``group_size``: delivered members of its group.
+    """Yields a finished response as the trainer of ``step`` gets it, one trajectory for each branch. ``group_size``
+    counts the delivered members of its group.
     """
     read = readers(step, reference_version, group_size)
     if not response.is_session:
@@ -67,7 +67,7 @@ def leaves(response: ResponseState) -> list[int]:
 
 
 def _values(response: ResponseState, turn: int, path: Column, is_sampled: Column) -> dict[str, Any]:
-    """The values that the branch of a turn has of its own. ``is_sampled``: of ``path``; bool."""
+    """Returns the values of a turn's own branch. ``is_sampled`` has a bool for each token of ``path``."""
     buffered = response.buffered()[path]
     finish_reason, _ = response.end_of(turn)
     runs = runs_on(response.inputs, turn)
@@ -97,7 +97,7 @@ def _samplings(response: ResponseState) -> dict[int, SamplingParams]:
 
 
 def _by_place(by_turn: Mapping[int, Value], response: ResponseState, path: Column, mask: Column) -> dict[str, Value]:
-    """The values of those turns whose first sampled token counts in this branch. ``mask``: its loss mask; bool."""
+    """Returns the values of turns whose first sampled token counts in this branch. ``mask`` is its loss mask."""
     return {
         str(position): value
         for turn, value in by_turn.items()
@@ -106,9 +106,7 @@ def _by_place(by_turn: Mapping[int, Value], response: ResponseState, path: Colum
 
 
 def _segments(response: ResponseState, path: Column, is_sampled: Column) -> Iterator[Segment]:
-    """Yields the segments of a path. ``path``: indexes among all tokens. Environment tokens belong to the segment
-    before.
-    """
+    """Yields the segments of a path of indexes among all tokens. Environment tokens belong to the segment before."""
     segments, sampled = response.worker_history(), np.flatnonzero(is_sampled)
     before = np.searchsorted(sampled, np.arange(len(path)), "right") - 1
     source = path[sampled[np.maximum(before, 0)]]

@@ -33,11 +33,11 @@ _AROUND_SEED: Final = (_NAMES[: _NAMES.index("seed")], _NAMES[_NAMES.index("seed
 
 
 class ResponseBuffer:
-    """Response states by request and by group; removed once their group is committed or cancelled."""
+    """Holds response states by request and by group until their group is committed or cancelled."""
 
     def __init__(self, rollout: RolloutConfig, routing: RoutingShape | None = None, window_versions: int = 0) -> None:
-        """``routing``: the shape of routed experts that workers report and responses keep; None: none.
-        ``window_versions``: the size of the window in force, which each admitted response keeps; 0: unknown.
+        """Workers report routed experts of the shape ``routing``, or none if it is None. Admitted responses keep
+        ``window_versions``, the size of the window in force; 0 means unknown.
         """
         self._rollout = rollout
         self.routing = routing
@@ -59,11 +59,11 @@ class ResponseBuffer:
 
     @property
     def widest_window(self) -> int:
-        """The largest window in which a group was admitted; 0 without groups."""
+        """Returns the largest window in which a group was admitted, or 0 without groups."""
         return max((responses[0].window_versions for responses in self._groups.values()), default=0)
 
     def members(self, group_id: str) -> tuple[ResponseState, ...]:
-        """The responses of a group, in order of its samples; empty if there is no such group."""
+        """Returns a group's responses in order of its samples, or none if there is no such group."""
         return self._groups.get(group_id, ())
 
     def groups(self) -> Iterator[tuple[str, tuple[ResponseState, ...]]]:
@@ -79,7 +79,7 @@ class ResponseBuffer:
     def admit(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
     ) -> tuple[ResponseState, ...]:
-        """Adds an admitted group. ``rows``: by request id, in order of the samples. Returns its response states."""
+        """Adds an admitted group, whose request ids in ``rows`` are in order of the samples. Returns its responses."""
         responses = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
         for response in responses:
             response.window_versions = self.window_versions
@@ -143,7 +143,7 @@ class ResponseBuffer:
         self.next_number = max(self.next_number, first + len(responses))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
-        """Adds a group from the journal; ``first``: the index of its first request in ``found``."""
+        """Adds a group from the journal. ``first`` is the index of its first request in ``found``."""
         attempts = found.attempts[first : first + len(group.rows)].tolist()
         names = [f"{group.group_id}.{index}" for index in range(len(group.rows))]
         rows = dict(zip(map(attempt_id, names, attempts), group.rows, strict=True))
@@ -239,9 +239,9 @@ class ResponseBuffer:
     def accept(self, worker_id: str, version: int, columns: TokenColumns, at: float) -> Accepted:
         """Checks the token spans of a report and appends what is new. Tokens that a re-prefill repeats are skipped.
 
-        ``columns``: of live requests that the worker owns. ``version``: the weights that sampled the tokens; if a span
-        is of a request of another version (C1), nothing is appended (``Accepted.is_mixed``).
-        Raises ReportError if a span does not continue its response; nothing is appended.
+        ``version`` has sampled the tokens. If a span's request has another version (C1), nothing is appended and the
+        result says so (``Accepted.is_mixed``). Raises ReportError, and appends nothing, if a span does not continue its
+        response.
         """
         of_another_version = self._columns.version[columns.rows] != version
         if of_another_version.any():
@@ -260,7 +260,7 @@ class ResponseBuffer:
         return self._append(worker_id, version, columns, buffered, at)
 
     def _append(self, worker_id: str, version: int, columns: TokenColumns, buffered: Column, at: float) -> Accepted:
-        """``buffered``: tokens of each span's response before. Nothing here is done token by token."""
+        """Appends new tokens without a loop over them. ``buffered`` has the earlier tokens of each span's response."""
         rows = columns.rows
         repeated = np.minimum(buffered - columns.first_tokens, columns.counts)
         after = buffered + columns.counts - repeated
@@ -302,7 +302,6 @@ class ResponseBuffer:
             self._owing.add(response.row)
 
     def _end_response(self, columns: TokenColumns, index: int, at: float) -> str:
-        """Enters the end that the span at ``index`` reports. Returns the request's id."""
         response = self._by_row[int(columns.rows[index])]
         response.finish_reason, response.finished_at = FINISH_REASONS[int(columns.ends[index])], at
         response.stop = columns.stops.get(index, "")
@@ -312,8 +311,7 @@ class ResponseBuffer:
         return response.request_id
 
     def _segments_begun(self, worker_id: str, rows: Column, chosen: Column, at: float) -> tuple[BegunSegment, ...]:
-        """Begins the segments of the responses that have their first tokens on this worker. ``chosen``: bool, those
-        of ``rows`` that have new tokens and may begin a segment."""
+        """Begins segments of responses with first tokens on this worker. ``chosen`` marks rows that may begin one."""
         begun: list[BegunSegment] = []
         for index in np.flatnonzero(chosen).tolist():
             row = int(rows[index])
@@ -331,7 +329,7 @@ class ResponseBuffer:
         return tuple(begun)
 
     def _begin_turns(self, rows: Column, at: float) -> None:
-        """Notes the first tokens of turns. ``rows``: of responses that begin one; only sessions keep the time."""
+        """Notes the first tokens of turns. Only sessions keep the time."""
         for row in rows.tolist():
             response = self._by_row[row]
             if response.is_session:
@@ -352,18 +350,18 @@ class ResponseBuffer:
         return skips
 
     def deliver(self, group_id: str, step: int) -> tuple[TrajectoryGroup, bool]:
-        """The finished group as the trainer gets it; True on its first delivery."""
+        """Returns the finished group as the trainer gets it, and whether this is its first delivery."""
         first = group_id not in self._delivered
         if first:
             self._delivered[group_id] = self.group_of(started(self._groups[group_id]), step)
         return self._delivered[group_id], first
 
     def leased(self) -> list[TrajectoryGroup]:
-        """Groups that were delivered and are not committed."""
+        """Returns groups that were delivered and are not committed."""
         return list(self._delivered.values())
 
     def rewards(self, group_id: str) -> list[Reward] | None:
-        """The verdicts on a group's members that have started, in order of its samples; None while one is missing."""
+        """Returns the verdicts on a group's started members in order of its samples, or None while one is missing."""
         responses = started(self._groups[group_id])
         rewards = [response.reward for response in responses if response.reward is not None]
         return rewards if len(rewards) == len(responses) else None
@@ -376,8 +374,8 @@ class ResponseBuffer:
         return responses
 
     def _seeded(self, prompt: Prompt) -> Iterator[SamplingParams]:
-        """Yields each sibling's sampling parameters: the service's defaults, the prompt's overrides, and a seed of its
-        own. Siblings with one seed would be equal.
+        """Yields each sibling's sampling parameters: the service's defaults, the prompt's overrides, and a different
+        seed.
 
         The seed follows from run, prompt and index; a seed in the prompt is the first sibling's.
         """
@@ -395,7 +393,7 @@ class ResponseBuffer:
 def _record(
     response: ResponseState, at: float, first_token: int, tokens: Column, end: int = 0, turns: Sequence[list[Any]] = ()
 ) -> records.Tokens:
-    """The journal's record of one span that no worker has reported. ``tokens``: TOKENs."""
+    """Returns the journal's record of one span that no worker has reported."""
     return records.Tokens(
         at,
         np.array([response.number]),

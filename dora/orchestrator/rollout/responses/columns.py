@@ -9,7 +9,7 @@ ROWS_MIN = 1024
 
 
 class ResponseColumns:
-    """``begin``, ``extend``, ``expect``, ``number`` and ``give`` are the only writers."""
+    """Holds one value per response. Only ``begin``, ``extend``, ``expect``, ``number`` and ``give`` write."""
 
     def __init__(self) -> None:
         self.buffered: Column = np.zeros(ROWS_MIN, np.int64)  # tokens
@@ -37,20 +37,20 @@ class ResponseColumns:
         self.attempts[rows] = self.shifts[rows] = 0
 
     def extend(self, rows: Column, buffered: Column, at: Column | float) -> None:
-        """``buffered``: tokens of each response now. ``at``: when the last ones came."""
+        """Sets the number of tokens of each response, and when the last ones came."""
         self.buffered[rows] = buffered
         self.heard_at[rows] = at
         self.begins[rows] = buffered == 0
 
     def expect(self, row: int, arrives: bool) -> None:
-        """``arrives``: the response's next tokens may begin a segment."""
+        """Sets whether the response's next tokens may begin a segment."""
         self.arrives[row] = arrives
 
     def number(self, row: int, number: int, attempt: int = 0) -> None:
         self.numbers[row], self.attempts[row] = number, attempt
 
     def give(self, row: int, run: InputRun, first_fed: int, at: float, buffered: int = -1) -> None:
-        """Begins a turn of a session. ``buffered``: response tokens on its path; -1: those up to the given ones."""
+        """Begins a turn of a session. ``buffered`` counts its path's response tokens (-1: up to the given ones)."""
         self.buffered[row] = run.end if buffered < 0 else buffered
         self.max_tokens[row] = run.end + run.max_tokens
         self.shifts[row] = run.buffer_begin - run.first_token

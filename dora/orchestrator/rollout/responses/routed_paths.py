@@ -16,8 +16,6 @@ from dora.orchestrator.rollout.responses.state import ResponseState
 
 
 class Rows:
-    """The rows of one session."""
-
     def __init__(self, response: ResponseState) -> None:
         self._response = response
         self._prompt_tokens = len(response.prompt.token_ids)
@@ -26,9 +24,9 @@ class Rows:
             self._places = places_of_rows(response.inputs, self._prompt_tokens, response.buffered_tokens)
 
     def on(self, turn: int, path: Column) -> ExpertArray | None:
-        """The rows of the tokens on the path of a turn, its prompt first, up to the last one that was fed: of a turn
-        that was broken off before it sampled anything the environment tokens never were. ``path``: as
-        ``session_paths.places`` returns it. None: responses have no rows.
+        """Returns the rows of the tokens on a turn's path, its prompt first, up to the last one that was fed, or None
+        if responses have no rows. The last environment tokens were not fed if the turn ended before it sampled
+        anything. ``session_paths.places`` makes ``path``.
         """
         if self._rows is None:
             return None
@@ -43,7 +41,7 @@ class Rows:
 
 def places_of_rows(inputs: Sequence[InputRun], prompt_tokens: int, buffered_tokens: int) -> Column:
     """Returns where the row of each token is among a session's rows, the tokens of the group's prompt first, then all
-    others in the order in which they came; -1: it was never fed.
+    others in the order in which they came, or -1 if it was never fed.
     """
     found: Column = np.full(prompt_tokens + buffered_tokens, -1, np.int64)
     arrived = 0
@@ -60,8 +58,8 @@ def places_of_rows(inputs: Sequence[InputRun], prompt_tokens: int, buffered_toke
 
 
 def _before(inputs: Sequence[InputRun], turn: int, prompt_tokens: int) -> Column:
-    """Returns the tokens that were fed to sample a turn's first one, as indexes among all tokens of the session; below
-    0: of the group's prompt, whose last one is -1.
+    """Returns the tokens that were fed to sample a turn's first one, as indexes among all tokens of the session.
+    Indexes below 0 belong to the group's prompt, whose last one is -1.
     """
     run = inputs[turn - 1] if turn else None
     if run is None:

@@ -17,7 +17,7 @@ from dora.data.types import FinishReason, SamplingValue
 
 @dataclass(frozen=True, slots=True)
 class InputRun:
-    """Tokens that an environment gave. They begin a turn of at most ``max_tokens`` sampled tokens."""
+    """Describes tokens that an environment gave. They begin a turn of at most ``max_tokens`` sampled tokens."""
 
     buffer_begin: int  # index of the first among all tokens of the session
     tokens: int
@@ -34,12 +34,12 @@ class InputRun:
 
     @property
     def end(self) -> int:
-        """The position of the turn's first sampled token."""
+        """Returns the position of the turn's first sampled token."""
         return self.first_token + self.tokens
 
     @property
     def buffer_end(self) -> int:
-        """The index of the turn's first sampled token among all tokens."""
+        """Returns the index of the turn's first sampled token among all tokens."""
         return self.buffer_begin + self.tokens
 
     @property
@@ -48,7 +48,7 @@ class InputRun:
 
 
 def runs_of(turns: Iterable[Sequence[Any]]) -> list[InputRun]:
-    """Returns the input runs of one session from the log's: as in ``journal.content.Requests``, in order."""
+    """Returns the input runs of one session from the log's, which ``journal.content.Requests`` describes, in order."""
     runs: list[InputRun] = []
     for buffer_begin, tokens, at, *named in turns:
         prompt_logprobs = named[-1] is True and named.pop()
@@ -83,7 +83,7 @@ def shift_of(inputs: Sequence[InputRun], turn: int = -1) -> int:
 
 
 def pieces(inputs: Sequence[InputRun], turn: int, end: int) -> list[tuple[int, int]]:
-    """Returns the path of a turn as ranges among all tokens, in order. ``end``: one after the turn's last token."""
+    """Returns the path of a turn as ranges among all tokens, in order. ``end`` is one after the turn's last token."""
     if not shift_of(inputs, turn):
         return [(0, end)]
     found: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ def places(inputs: Sequence[InputRun], turn: int, end: int) -> Column:
 
 
 def prompt_of(inputs: Sequence[InputRun], turn: int) -> InputRun | None:
-    """Returns the given run that is the prompt of a turn's path; None: it has the prompt of its group."""
+    """Returns the given run that is the prompt of a turn's path, or None if that has the prompt of its group."""
     while turn:
         run = inputs[turn - 1]
         if run.is_prompt:
@@ -118,7 +118,7 @@ def prompt_of(inputs: Sequence[InputRun], turn: int) -> InputRun | None:
 
 
 def fork_of(inputs: Sequence[InputRun], turn: int) -> int:
-    """Returns the last turn on the path of a turn with which a branch began; 0: there is none."""
+    """Returns the last turn on the path of a turn with which a branch began, or 0 if there is none."""
     while turn and not inputs[turn - 1].is_fork:
         turn = inputs[turn - 1].after_turn
     return turn
@@ -136,8 +136,8 @@ def runs_on(inputs: Sequence[InputRun], turn: int) -> list[InputRun]:
 
 
 def first_fed(inputs: Sequence[InputRun], turn: int, prompt_tokens: int) -> int:
-    """Returns how many tokens an engine newly feeds to sample a turn's first one: a path's whole prompt; later the last
-    token before the given run, and that run. ``prompt_tokens``: of the group's prompt.
+    """Returns how many tokens an engine newly feeds to sample a turn's first one: at first a path's whole prompt, later
+    the last token before the given run, and that run. The group's prompt has ``prompt_tokens``.
     """
     run = inputs[turn - 1] if turn else None
     if run is None or run.is_prompt:

@@ -22,8 +22,7 @@ def check_spans(
 ) -> None:
     """Raises ReportError unless every span can be appended.
 
-    ``buffered``: tokens of each span's response. ``by_row``: by row. ``routing``: that responses retain; None: they
-    retain none.
+    ``buffered`` has the earlier tokens of each span's response. Responses retain ``routing``, or none if it is None.
     """
     rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
     max_tokens = responses.max_tokens[rows]
@@ -52,8 +51,8 @@ def check_spans(
 
 
 def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseState]) -> None:
-    """Raises ReportError unless the responses that are still to bring prompt logprobs, by row, bring them with their
-    turn's first token, and no others do.
+    """Raises ReportError unless exactly the responses that owe prompt logprobs, by row, bring them with their turn's
+    first token.
     """
     for index in columns.prompt_logprobs:
         row = int(columns.rows[index])
@@ -69,7 +68,6 @@ def check_prompt_logprobs(columns: TokenColumns, owing: Mapping[int, ResponseSta
 
 
 def _check_repeated(response: ResponseState, columns: TokenColumns, index: int) -> None:
-    """Tokens that the response has already must be the same ones."""
     first, begin, count = (int(column[index]) for column in (columns.first_tokens, columns.begins, columns.counts))
     buffered = response.tokens[first : first + count]
     repeated = columns.token_ids[begin : begin + len(buffered)]
@@ -83,7 +81,7 @@ def _check_routing(
     by_row: Mapping[int, ResponseState],
     routing: RoutingShape | None,
 ) -> None:
-    """A span needs one row of experts for each token that was fed to sample it; none if responses retain none."""
+    """Raises ReportError unless a span has a row of experts for each token fed to sample it, or none if unneeded."""
     rows, counts, lengths = columns.rows, columns.counts, columns.routed_bytes
     if routing is None:
         expected = np.zeros(len(columns), np.int64)
@@ -100,9 +98,8 @@ def _check_routing(
 
 
 def _check_experts(raw: bytes, routing: RoutingShape) -> None:
-    """Raises ReportError if a row names an expert that the model lacks, or the first two of a layer are the same one.
-
-    A row that a kernel left empty repeats an expert.
+    """Raises ReportError if a row names an expert that the model lacks, or the first two of a layer are the same one. A
+    row that a kernel left empty repeats an expert.
     """
     ids = np.frombuffer(raw, f"<u{routing.id_bytes}").reshape(-1, routing.top_k)
     if ids.size and ids.max() >= routing.experts:

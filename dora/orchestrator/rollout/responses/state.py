@@ -40,14 +40,14 @@ TOKEN: Final = packed.TOKEN  # the buffer's layout of a token
 
 
 class ReportError(InvalidValue):
-    """A report that does not continue the response buffer: a bug in a worker, which must be replaced."""
+    """Says that a report does not continue the response buffer: a bug in a worker, which must be replaced."""
 
     REFUSED = "does not continue the response"
 
 
 @dataclass(slots=True)
 class SegmentStart:
-    """The first token of a segment, its worker, and how the request arrived there."""
+    """Holds the first token of a segment, its worker, and how the request arrived there."""
 
     worker_id: str
     first_token: int
@@ -85,7 +85,7 @@ class ResponseState:
     prompt_logprobs: bytes = b""  # sessions: float32, of the present turn, once they have come
 
     def begin_idle(self) -> None:
-        """Ends turn 0 of a session without a prompt: it has no tokens, and turn 1 brings the prompt."""
+        """Ends turn 0 of a session without a prompt, because turn 1 brings the prompt."""
         if not self.prompt.token_ids and not self.inputs:
             self.finish_reason = "stop"
 
@@ -95,19 +95,19 @@ class ResponseState:
 
     @property
     def is_evaluation(self) -> bool:
-        """Returns whether an evaluation asked for it: no step trains on it, and the journal has nothing of it."""
+        """Returns whether an evaluation asked for it: no step trains on it, and the journal does not have it."""
         return self.number < 0
 
     def turn_begin(self, turn: int) -> int:
-        """The index of a turn's first sampled token among all tokens. ``turn``: from 0 to ``len(inputs)``."""
+        """Returns the index of a turn's first sampled token among all tokens. Turns count from 0 to ``len(inputs)``."""
         return self.inputs[turn - 1].buffer_end if turn else 0
 
     def turn_end(self, turn: int) -> int:
-        """One after the index of a turn's last sampled token so far."""
+        """Returns one after the index of a turn's last sampled token so far."""
         return self.inputs[turn].buffer_begin if turn < len(self.inputs) else self.buffered_tokens
 
     def path_tokens(self, turn: int) -> int:
-        """The number of response tokens on the path of a turn so far."""
+        """Returns the number of response tokens on the path of a turn so far."""
         return self.turn_end(turn) - shift_of(self.inputs, turn)
 
     def is_on_path(self, turn: int, tokens: int) -> bool:
@@ -119,22 +119,22 @@ class ResponseState:
         return np.array_equal(ours[:tokens], theirs[:tokens])
 
     def end_of(self, turn: int) -> tuple[FinishReason | None, str]:
-        """How a turn has ended, with the stop string that ended it."""
+        """Returns how a turn has ended, with the stop string that ended it."""
         if turn < len(self.inputs):
             return self.inputs[turn].before, self.inputs[turn].stop_before
         return self.finish_reason, self.stop
 
     @property
     def buffered_tokens(self) -> int:
-        """The number of delivered tokens, those of all branches of a session."""
+        """Returns the number of delivered tokens, in all branches."""
         return len(self.delivered) // TOKEN.itemsize
 
     def __len__(self) -> int:
-        """The number of response tokens; of a session with branches, those of the present one."""
+        """Returns the number of response tokens in the present branch."""
         return self.buffered_tokens - shift_of(self.inputs)
 
     def buffered(self) -> Column:
-        """The delivered tokens, TOKENs: a view, in which nothing may be kept."""
+        """Returns a view of the delivered tokens, TOKENs, in which nothing may be kept."""
         return np.frombuffer(self.delivered, TOKEN)
 
     def _present(self) -> Column:
@@ -144,16 +144,16 @@ class ResponseState:
 
     @property
     def tokens(self) -> Int32Array:
-        """The ids of the response tokens, a copy."""
+        """Returns a copy of the response's token ids."""
         return self._present()["token_id"].copy()
 
     @property
     def logprobs(self) -> Float32Array:
-        """The logprobs of the response tokens, a copy."""
+        """Returns a copy of the response tokens' logprobs."""
         return self._present()["logprob"].copy()
 
     def prompt_ids(self, turn: int = -1) -> tuple[int, ...]:
-        """The prompt of a turn's path (-1: of the present one): the group's, or the one that the environment gave."""
+        """Returns the prompt of a turn's path (-1: the present one), the group's or the one from the environment."""
         run = prompt_of(self.inputs, len(self.inputs) if turn < 0 else turn)
         if run is None:
             return self.prompt.token_ids
@@ -167,21 +167,21 @@ class ResponseState:
         )
 
     def first_fed(self) -> int:
-        """As ``session_paths.first_fed`` of the present turn."""
+        """Returns ``session_paths.first_fed`` of the present turn."""
         return first_fed(self.inputs, len(self.inputs), len(self.prompt.token_ids))
 
     def context_tokens(self) -> int:
-        """The number of tokens before the present turn's sampled ones, on its path."""
+        """Returns the number of tokens before the present turn's sampled ones, on its path."""
         run, first = self.inputs[-1], prompt_of(self.inputs, len(self.inputs))
         return run.end + (len(self.prompt.token_ids) if first is None else first.tokens)
 
     def branch_sampling(self, turn: int = -1) -> SamplingParams:
-        """The sampling parameters of a turn's branch (-1: of the present one): each has a seed of its own."""
+        """Returns the sampling parameters of a turn's branch (-1: the present one), each with a seed of its own."""
         fork = fork_of(self.inputs, len(self.inputs) if turn < 0 else turn)
         return reseeded(self.sampling, f"/{fork}") if fork else self.sampling
 
     def turn_sampling(self, turn: int = -1) -> SamplingParams:
-        """The sampling parameters of a turn (-1: of the present one): its branch's, and those of its own."""
+        """Returns the sampling parameters of a turn (-1: the present one): its branch's, and its own."""
         turn = len(self.inputs) if turn < 0 else turn
         if not turn:
             return self.sampling
@@ -189,7 +189,7 @@ class ResponseState:
         return replace(self.branch_sampling(turn), max_tokens=run.max_tokens, **run.sampling)  # type: ignore[arg-type]
 
     def spec(self) -> RequestSpec:
-        """The engine's input to begin the request, or to continue after the delivered tokens."""
+        """Returns the engine's input to begin the request, or to continue after the delivered tokens."""
         return RequestSpec(
             self.request_id,
             self.version,
@@ -203,13 +203,13 @@ class ResponseState:
         )
 
     def input_bounds(self) -> list[tuple[int, int]]:
-        """The input runs of the present path: (first, one after the last)."""
+        """Returns the input runs of the present path: (first, one after the last)."""
         return bounds(runs_on(self.inputs, len(self.inputs)))
 
     def continues(self, tokens: int, digest: bytes, *, has_prompt_logprobs: bool = False) -> bool:
         """Returns whether a process with so many tokens of this session, and this digest of the given ones, has all of
-        the present branch, but for the environment tokens of a turn that was just requested. If it has sampled some of
-        a turn whose prompt logprobs are still to come, it has to have these.
+        the present branch but for the environment tokens of a turn that was just requested. If it has sampled some of a
+        turn whose prompt logprobs are still to come, it must have these.
         """
         if self.owes_prompt and tokens > len(self) and not has_prompt_logprobs:
             return False
@@ -220,7 +220,7 @@ class ResponseState:
         return tokens >= has and digest == input_digest(beginning, self.turn_sampling(turn), self.tokens, runs)
 
     def worker_history(self) -> tuple[Segment, ...]:
-        """The segments among all tokens: which worker sampled which."""
+        """Returns the segments among all tokens, which say which worker sampled which."""
         segments, end = [], self.buffered_tokens
         for segment_start in reversed(self.segment_starts):
             segments.append(
@@ -236,7 +236,7 @@ class ResponseState:
         return self.reward
 
     def stop_reason(self, turn: int = 0) -> str | int | None:
-        """The stop string or stop token id that ended a turn; None for an end-of-sequence token or a length limit."""
+        """Returns the stop string or token id that ended a turn, or None for end of sequence or a length limit."""
         finish_reason, stop = self.end_of(turn)
         if finish_reason != "stop":
             return None
@@ -285,13 +285,13 @@ _READERS: Final[Mapping[str, Callable[[ResponseState], Any]]] = {
 
 
 def reseeded(sampling: SamplingParams, mark: str) -> SamplingParams:
-    """These sampling parameters with another seed, which follows from theirs and ``mark``."""
+    """Returns these sampling parameters with another seed, which follows from theirs and ``mark``."""
     digest = hashlib.blake2b(f"{sampling.seed}{mark}".encode(), digest_size=8).digest()
     return replace(sampling, seed=int.from_bytes(digest, "big") >> 2)
 
 
 def started(responses: tuple[ResponseState, ...]) -> tuple[ResponseState, ...]:
-    """The members of a group that have started, by its verdicts so far. ``responses``: all members."""
+    """Returns the members of a group that have started, by its verdicts so far."""
     at_once = responses[0].prompt.at_once
     rewards = (response.reward.value for response in responses if response.reward is not None and response.reward.valid)
     late_has_begun = any(response.buffered_tokens or response.attempt for response in responses[at_once:])
@@ -299,8 +299,8 @@ def started(responses: tuple[ResponseState, ...]) -> tuple[ResponseState, ...]:
 
 
 def readers(step: int, reference_version: int, group_size: int) -> Mapping[str, Callable[[ResponseState], Any]]:
-    """The value of each field of a trajectory, by the field's name. ``step``: the one that takes the response.
-    ``group_size``: members of its group that are delivered.
+    """Returns a reader for each field of a trajectory. The given ``step`` takes the response, and ``group_size``
+    members of its group are delivered.
     """
     return {
         **_READERS,

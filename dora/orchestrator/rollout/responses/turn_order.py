@@ -25,8 +25,8 @@ NAME_MAX: Final = 128  # characters, of what gave tokens
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """A service's limits. ``forks``: of a session. ``vocab_size`` 0: unknown. ``resolved`` returns the sampling
-    parameters of a prompt's responses.
+    """Holds a service's limits. ``vocab_size`` 0 means unknown. ``forks`` is per session; ``resolved`` returns the
+    sampling parameters of a prompt's responses.
     """
 
     forks: int
@@ -43,7 +43,7 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True)
 class TurnOrder:
-    """Tokens that an environment gives, and how to sample after them. The fields are as in ``GivenRun``."""
+    """Holds the tokens that an environment gives, and how to sample after them. ``GivenRun`` describes the fields."""
 
     response: ResponseState
     token_ids: tuple[int, ...]
@@ -57,8 +57,8 @@ class TurnOrder:
 
     @classmethod
     def parse(cls, request: pb.TurnRequest, response: ResponseState, limits: TurnLimits) -> "TurnOrder":
-        """Changes nothing. Raises InvalidValue, Conflict for a session without a prompt, LimitExceeded for too many
-        forks. The core refuses a session that is not idle.
+        """Returns the checked order. Raises InvalidValue, Conflict for a session without a prompt, and LimitExceeded
+        for too many forks. The core refuses a session that is not idle.
         """
         if request.turn > len(response.inputs) + 1:
             raise InvalidValue("turn", request.turn, f"at most {len(response.inputs) + 1}, the next")
@@ -141,9 +141,8 @@ def _given(
 def sampling_of(
     request: pb.TurnRequest, response: ResponseState, resolved: Callable[[Prompt], SamplingParams]
 ) -> dict[str, SamplingValue]:
-    """Returns the turn's sampling parameters that differ from the session's, and a seed if the request has one.
-
-    ``resolved``: as in ``TurnLimits``. Raises InvalidValue.
+    """Returns the turn's sampling parameters that differ from the session's, and a seed if the request has one. Raises
+    InvalidValue.
     """
     said = read_json(request.sampling_json, "sampling_json", SAMPLING_BYTES_MAX) if request.sampling_json else {}
     overrides = checked_overrides(said, "sampling")
