@@ -57,7 +57,7 @@ class Worklist:
             self._idle.discard(index)
 
     def ration(self, version: int, most: int | None, hosts: Iterable[int]) -> None:
-        """Limits the requests of each of the ``hosts`` of this version to ``most`` for now; None: no limit.
+        """Limits the requests of each of this version's ``hosts`` to ``most`` for now, or to no limit if it is None.
 
         Workers that were full under a smaller ration become candidates again.
         """

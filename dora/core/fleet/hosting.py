@@ -44,7 +44,7 @@ class Hosting:
     _moved: dict[int, Worker | None] = field(default_factory=dict)  # index -> its present worker
 
     def moved(self, index: int, worker: Worker | None) -> None:
-        """Marks a worker whose present or planned version changes in this event. None: the index has no worker."""
+        """Marks a worker whose present or planned version changes now. ``worker`` is None if the index has none."""
         self._moved[index] = worker
 
     def workers_of(self, version: int) -> Sequence[Worker]:

@@ -43,9 +43,9 @@ _SLOPES = np.diff(_LOG_MILLS, append=_LOG_MILLS[-1])
 class Estimate:
     """The predicted length of one response of a group.
 
-    ``group_share``: share of the variance ``log_sd ** 2`` that the whole group has in common (uncertainty about the
-    prompt). The rest is each sibling's own. ``known_tokens``: empty, or the exact length of every sibling, which then
-    replaces the distribution.
+    ``group_share`` is the share of the variance ``log_sd ** 2`` that the whole group has in common (uncertainty about
+    the prompt). The rest is each sibling's own. ``known_tokens`` is empty, or has the exact length of every sibling,
+    which then replaces the distribution.
     """
 
     log_mean: float

@@ -51,7 +51,7 @@ class BasePolicy(ABC):
         return worker.slots - worker.assigned
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
-        """The most requests that a worker of this version may hold for now. None: its room is the limit."""
+        """The most requests that a worker of this version may hold for now, or None if its room is the limit."""
         return None
 
     def even_share(self, dispatcher: Dispatcher, version: int) -> int | None:
@@ -75,7 +75,7 @@ class BasePolicy(ABC):
         return worker.is_empty or worker.kv_claimed + need <= worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """The prompt for the next group of ``version``. None: no group should begin."""
+        """The prompt for the next group of ``version``, or None if no group should begin."""
         return dispatcher.backlog.first()
 
     def dispatch(self, dispatcher: Dispatcher) -> None:

@@ -35,7 +35,7 @@ def staying(view: View, targets: Mapping[int, int]) -> Column:
 
 
 class Board:
-    """The predicted load of each worker and place of each request. ``targets``: of the plan; {} means the present
+    """The predicted load of each worker and place of each request. ``targets`` are the plan's; {} means the present
     targets.
 
     A strategy that counts a worker's load in another way overrides ``_add`` and ``_remove``.
@@ -81,7 +81,7 @@ class Board:
         return with_room & (self.kv + self.context[row] <= most_kv)
 
     def index_of(self, row: int) -> int:
-        """The request's worker after the moves so far; -1: none."""
+        """The request's worker after the moves so far, or -1."""
         return self._to.get(row, int(self.requests.worker[row]))
 
     def move(self, row: int, index: int) -> None:
@@ -93,7 +93,7 @@ class Board:
     def set_aside(self, row: int, held_up_s: float) -> Choice:
         """Parks a request that no worker has room for, or drops its KV, if that costs less than keeping it.
 
-        ``held_up_s``: cost of keeping it. Without a pool the request stays.
+        ``held_up_s`` is the cost of keeping it. Without a pool the request stays.
         """
         if not self.pools:
             return Choice.STAY
@@ -110,7 +110,7 @@ class Board:
         """Parks requests of workers whose KV is about to run out. Their engines would preempt and recompute these
         requests.
 
-        ``movable``: by row, whether the request may be parked.
+        ``movable`` says by row whether the request may be parked.
         """
         if self.pools:
             above = PARK_ABOVE * self.workers.kv_tokens

@@ -98,7 +98,7 @@ class _Levelling(Board):
         return int(np.where(fits, slots - self.assigned, np.iinfo(np.int64).min).argmax())
 
     def _longest_on(self, index: int) -> int | None:
-        """The longest request of a worker that keeps its version, each returned once. Ties: the first row."""
+        """The longest request of a worker that keeps its version, the first of equal rows. Each is returned once."""
         rows = self._longest.get(index)
         if rows is None:
             on_index = self._far_from_end[self.requests.worker[self._far_from_end] == index]

@@ -51,7 +51,7 @@ def load_of(worker: Worker) -> Load:
 
 
 def throughput(load: Load, cost: CostModel | None) -> float:
-    """T_i (eq. 2): tokens per second. If the cost is unknown: the running requests, assuming equal step times."""
+    """T_i (eq. 2): tokens per second. If the cost is unknown, it is the running requests, assuming equal step times."""
     return float(load.running) if cost is None else cost.tokens_per_s(load.running, load.kv_tokens)
 
 
@@ -99,8 +99,8 @@ class RoutingBoard(Board):
         return list(self._on[index])
 
     def route(self, row: int, indexes: Iterable[int]) -> bool:
-        """Routes the request to the one of ``indexes`` with the largest gain. False if none reaches ``MU``; it then
-        stays.
+        """Routes the request to the one of ``indexes`` with the largest gain. Returns False if none reaches ``MU`` and
+        it stays.
         """
         tokens = int(self.context[row])
         gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]

@@ -65,6 +65,5 @@ def _skip(state: State, group: int) -> None:
 
 
 def _dormant(state: State, group: int) -> list[int]:
-    """Takes a group off those that have dormant members. Returns their rows."""
     del state.undecided[group]
     return [row for row in state.members[group] if state.requests["status"][row] == DORMANT]

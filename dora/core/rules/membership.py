@@ -53,7 +53,7 @@ def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
 
 def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
     """The rows of those requests that a reattached worker, which hosts ``version``, may continue: they wait, are of
-    that version, on no other worker, and this one has all tokens that the service has. ``requests``: its tokens of
+    that version, on no other worker, and this one has all tokens that the service has. ``requests`` has its tokens of
     each.
     """
     known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
@@ -69,7 +69,7 @@ def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[i
 
 def keepable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
     """The rows of those sessions between two turns of which a reattached worker has exactly what was sampled and given
-    before the next turn. ``requests``: its tokens of each.
+    before the next turn. ``requests`` has its tokens of each.
     """
     columns = state.requests.columns("status", "version", "tokens", "input_tokens", "pool", "worker", "moving")
     found: list[int] = []

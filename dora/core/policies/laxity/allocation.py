@@ -154,7 +154,7 @@ class Allocation:
         return need
 
     def _filled_by(self, groups: int) -> float:
-        """Workers whose KV this many new groups would fill at full length; inf: unknown."""
+        """Workers whose KV this many new groups would fill at full length, or inf if unknown."""
         kv_tokens = self._last.group_kv_tokens
         return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 

@@ -14,7 +14,7 @@ from dora.core.view import View
 class LevelBoard(Board):
     """KV of each worker after the moves so far, now and ``TUNING.level_tokens`` later.
 
-    ``later``: by row, KV of each request at that time.
+    ``later`` is the KV of each request at that time, by row.
     """
 
     def __init__(self, view: View, targets: Mapping[int, int], reserved: ReservedWorkers, later: Column) -> None:
@@ -28,8 +28,8 @@ class LevelBoard(Board):
         np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
 
     def plan(self) -> None:
-        """Moves requests off workers that change or leave, the longest first; to reserved ones; off those whose KV runs
-        out.
+        """Moves requests off workers that change or leave, the longest first, then to reserved ones, then off those
+        whose KV runs out.
         """
         rows, requests = self.displaced(), self.requests
         remaining = requests.remaining_tokens(rows)

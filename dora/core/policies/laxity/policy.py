@@ -141,8 +141,8 @@ class LaxityPolicy(BasePolicy):
         return bool(slots) and assigned / slots > kv / kv_tokens + TUNING.dense
 
     def _ceiling(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """A bound of a worker's KV forecast in a fiftieth of its time: each request at its full length. Infinite once
-        the forecast is known.
+        """A bound of a worker's KV forecast in a fiftieth of its time: each request counts at its full length. It is
+        infinite once the forecast is known.
         """
         if worker.index in self._forecasts:
             return inf

@@ -100,7 +100,7 @@ class Reservations:
     def reserve(self, version: int, entry: QueuedPrompt, late: bool = False) -> bool:
         """Reserves KV for a prompt's group if it fits from now to its end. Returns whether it did.
 
-        ``late``: the group will end after the deadline in any case, so its KV must fit only during the version's life.
+        If ``late``, the group ends after the deadline in any case, so its KV must fit only during the version's life.
         """
         lengths = np.asarray(entry.lengths)
         more = ((entry.prompt.prompt_tokens + GRID) * (lengths[:, None] > GRID)).sum(axis=0)

@@ -29,7 +29,7 @@ class Haste:
     def __init__(
         self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, lifetime_steps: float
     ) -> None:
-        """``mix``: not empty. ``most``: limits of a worker's requests and KV."""
+        """``mix`` is not empty. ``most`` limits a worker's requests and KV."""
         slots, kv_tokens = most
         context, fills = mix.context_tokens(), TUNING.fills
         self._kv = np.linspace(1.0 / fills, 1.0, fills) * min(kv_tokens, slots * context)
@@ -107,8 +107,8 @@ class ReservedWorkers:
 def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> ReservedWorkers:
     """The reserved workers of all versions among those that keep theirs (``stays``, bool by index).
 
-    ``end_s``: the time by which a version's last response should end. ``fill``: share of its KV that a reserved worker
-    uses.
+    ``end_s`` gives the time by which a version's last response should end, and ``fill`` is the share of its KV that a
+    reserved worker uses.
     """
     found, requests, workers, cost = ReservedWorkers.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
@@ -141,7 +141,7 @@ class _Far:
 
     @classmethod
     def of(cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, empty_s: float) -> "_Far":
-        """``empty_s``: seconds per token on a worker that holds no KV."""
+        """``empty_s`` is the seconds per token on a worker that holds no KV."""
         context = context_tokens(requests)[rows]
         parts = _share_now(context, remaining)
         needed_s = empty_s + (left_s / remaining - empty_s) * parts

@@ -95,7 +95,7 @@ def lifetime_of(workers: int, window: int) -> int:
 
 
 def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
-    """The version that gets new work first and workers without a version. ``targets``: of the workers."""
+    """The version that gets new work first and workers without a version. ``targets`` are the workers'."""
     hosted = max(targets, default=-1)
     if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
         return hosted
@@ -138,8 +138,8 @@ def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: fl
     later.
 
     The step's missing groups finish at the rate of one step's groups per step, and the last are trained on for
-    ``tail_s``. No step is shorter than the shortest recent one. ``due_tokens``: tokens to generate of the longest due
-    response.
+    ``tail_s``. No step is shorter than the shortest recent one. ``due_tokens`` are the tokens to generate of the
+    longest due response.
     """
     rates = dispatcher.rates
     if dispatcher.window.step > dispatcher.newest:  # the step is full
