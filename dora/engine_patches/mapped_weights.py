@@ -32,14 +32,14 @@ Source = Callable[[Sequence[str], float], Tensors]  # files, and the seconds aft
 
 @dataclass
 class NothingToInit(WeightTransferInitInfo):
-    """Empty: files need no process group."""
+    """It is empty, because files need no process group."""
 
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
     """Paths of verified safetensors files of the whole model, and the time that they may take to load.
 
-    ``changed``, ``token_ids``: see ``reload_proof``.
+    ``reload_proof`` describes ``changed`` and ``token_ids``.
     """
 
     files: Sequence[str]

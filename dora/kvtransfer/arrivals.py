@@ -118,7 +118,7 @@ class Arrivals:
     def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
         """Expects one snapshot of this ticket from this epoch of a worker. Raises Conflict if too many are expected.
 
-        ``ahead``: the destination of all rounds but the last; None: rounds are stored here.
+        ``ahead`` is the destination of all rounds but the last; without it they are stored here.
         """
         with self._lock:
             if len(self._expected) >= EXPECTED_MAX:
@@ -158,7 +158,7 @@ class Arrivals:
     # Called by the connection that a snapshot arrives on.
 
     def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int, after: str = "") -> Arrival | None:
-        """Returns the round before this one, whose key is ``after``; None for a first round.
+        """Returns the round before this one, whose key is ``after``, or None for a first round.
 
         Raises SnapshotRefused if the round is not expected, is too large, or follows a round that is not here.
         """

@@ -20,7 +20,7 @@ Digest = Callable[[Iterable[Buffer]], bytes]
 
 
 def digest_with(checksum: Checksum, key: bytes) -> Digest:
-    """The function that computes the 16-byte checksum of consecutive buffers. ``key``: 32 bytes; unused by xxh3."""
+    """The function that computes the 16-byte checksum of consecutive buffers. ``key`` has 32 bytes; xxh3 ignores it."""
     return _xxh3 if checksum == "xxh3" else lambda parts: _keyed_blake3(parts, key)
 
 
@@ -43,7 +43,7 @@ class Seal:
         )
 
     def damaged(self, body: memoryview, key: bytes) -> int:
-        """The number of the first damaged chunk, counted from 1; 0: none."""
+        """The number of the first damaged chunk, counted from 1, or 0 if there is none."""
         digest = digest_with(self.checksum, key)
         for number, expected in enumerate(self.sums):
             at = number * self.chunk_bytes

@@ -18,7 +18,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
-    """The first block that a layer reads for the token after ``kv_tokens`` tokens; ``window_tokens`` 0: it reads all.
+    """The first block that a layer reads for the token after ``kv_tokens`` tokens. Without a window it reads all.
 
     A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``). A state
     (``STATE``) lies in the block of the last token.

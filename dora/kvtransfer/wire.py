@@ -122,8 +122,8 @@ class Stream:
         self._poll.register(connected, select.POLLIN)
 
     def secure(self, contexts: Contexts | None, *, server: bool) -> None:
-        """Continues under TLS, before the first frame; None: in the clear. Raises TransferFailed for another end than a
-        process of the run.
+        """Continues under TLS, before the first frame, or in the clear if ``contexts`` is None. Raises TransferFailed
+        for another end than a process of the run.
         """
         if contexts is not None:
             plain = self._socket

@@ -132,8 +132,8 @@ class Responses:
                 self._ended_bytes += response.size_bytes
 
     def settle(self, request_id: str) -> None:
-        """Forgets an ended response that the service has durably; of a session, which may go on, the rows of its turn.
-        Unknown ids are ignored.
+        """Forgets an ended response that the service has durably, or the rows of a turn if it is of a session, which
+        may go on. Unknown ids are ignored.
         """
         response = self._kept.get(request_id)
         if response is None or not response.beginning:
@@ -167,7 +167,7 @@ class Responses:
         ]
 
     def come_back(self, goes_on: Mapping[str, int]) -> tuple[list[str], list[list[TokenDelta]]]:
-        """Reconnects. ``goes_on``: the service's token count of each request that continues.
+        """Reconnects. ``goes_on`` has the service's token count of each request that continues.
 
         Returns the other requests, which are forgotten, and the tokens that the service lacks, in rounds; each round is
         one report, because reports are bounded.

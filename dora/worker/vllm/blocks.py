@@ -45,7 +45,7 @@ class BlockStore:
     device_memory = None
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
-        """``layers``: each layer's blocks, once for each rank that holds them. ``groups``: the group of each layer."""
+        """``layers`` has each layer's blocks, once for each rank that holds them, and ``groups`` its group."""
         self._layers = dict(sorted(layers.items()))
         self._groups = groups
 
@@ -126,8 +126,8 @@ def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
 
 
 def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int, int] | None:
-    """Returns offset, block size and the distance of blocks of a layer's KV tensor in its memory, in bytes; None: it is
-    on a device.
+    """Returns offset, block size and the distance of blocks of a layer's KV tensor in its memory, in bytes, or None if
+    it is on a device.
     """
     if not tensor.is_cpu:
         return None

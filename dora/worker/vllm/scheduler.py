@@ -26,7 +26,7 @@ from dora.worker.vllm.routing import Fed, RoutingRows
 
 
 class HoldingScheduler(Scheduler):
-    """Passed by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
+    """Passed by class, as ``scheduler_cls``. ``reprefilled_tokens`` counts tokens whose KV was computed twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,7 +160,7 @@ class HoldingScheduler(Scheduler):
         return True
 
     def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: Any, pending: int) -> None:
-        """Continues a kept request by a next turn. ``pending``: the length of the given run that it begins with."""
+        """Continues a kept request by a next turn. ``pending`` is the length of the given run that it begins with."""
         request = self.kept.pop(request_id)
         new = [request.all_token_ids[-1], *given_token_ids]
         computed_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens - 1
@@ -237,7 +237,7 @@ class HoldingScheduler(Scheduler):
     def _without_kv(self, request: Request) -> int:
         """Returns how many last tokens of a resumed request never had KV: the last sampled one, and those given since.
 
-        0: it has sampled nothing yet.
+        Returns 0 if it has sampled nothing yet.
         """
         if request.num_output_tokens:
             return 1

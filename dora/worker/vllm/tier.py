@@ -78,7 +78,7 @@ class TierPrefixes:
         self._tier.close()
 
     def found_tokens(self, state: Any, computed_tokens: int) -> int | None:
-        """Returns the tokens to take from the tier beyond the engine's own; None: not known yet.
+        """Returns the tokens to take from the tier beyond the engine's own, or None if that is not known yet.
 
         At least one token is left to compute. Waits for the answer if no decoding request would be delayed.
         """
