@@ -51,9 +51,7 @@ class Dispatcher:
         return self._state.workers_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
-        """The workers of this version that may have room: a request has left, or the ration grew, since they were found
-        full.
-        """
+        """This version's workers that may have room: since they were full, a request has left or the ration grew."""
         state = self._state
         hosts, roomy = state.workers_of(version), state.worklist.roomy
         if len(roomy) < len(hosts):  # only those few are checked

@@ -50,7 +50,7 @@ class OfferedPrompt:
 
     @property
     def begins_idle(self) -> bool:
-        """Whether the first turn of each session waits for its environment, which gives the prompt."""
+        """Returns whether the first turn of each session waits for its environment, which gives the prompt."""
         return self.sessions and not self.prompt_tokens
 
 
@@ -341,9 +341,7 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class PoolDropped:
-    """A pool has dropped the KV of these requests (memory and disk are full, a snapshot is damaged): they are
-    re-prefilled.
-    """
+    """A pool has dropped these requests' KV (memory and disk full, a damaged snapshot): they are re-prefilled."""
 
     pool_id: str
     epoch: int

@@ -456,8 +456,7 @@ class State:
     def move_off(self, row: int) -> Worker:
         """Takes the request off its worker, which is told to remove it. Returns that worker.
 
-        Its claim leaves the worker at once: engines report seldom, and moves that only added claims would make all look
-        full.
+        Its claim leaves the worker at once: engines report seldom, and if moves only added claims, all would look full.
         """
         worker = self.take_away(row)
         worker.kv_change -= self.kv_of(row)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Set
 
 
 class Worklist:
-    """Answers four questions: is there anything to settle; which workers were touched; which may have room; which are
-    idle or nearly full?
+    """Knows whether there is anything to settle, and which workers were touched, may have room, are idle or nearly
+    full.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Worklist:
 
     @property
     def awake(self) -> bool:
-        """Whether anything is to be settled."""
+        """Returns whether anything is to be settled."""
         return self._awake
 
     @property

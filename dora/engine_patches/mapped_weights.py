@@ -49,9 +49,7 @@ class WeightFiles(WeightTransferUpdateInfo):
 
 
 class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
-    """One rank's half of an update. After a failed update the model keeps its shapes, and its weights belong to no
-    version.
-    """
+    """One rank's half of an update. After a failed one the model keeps its shapes, and its weights have no version."""
 
     init_info_cls = NothingToInit
     update_info_cls = WeightFiles

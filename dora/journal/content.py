@@ -253,7 +253,7 @@ class _Collector:
         return requests
 
     def _positions(self, numbers: Column) -> Column:
-        """Returns the requests' positions; -1 if not live."""
+        """Returns the requests' positions, -1 for those that are not live."""
         if not len(self._firsts):
             return np.full(len(numbers), -1, np.int64)
         groups = np.searchsorted(self._firsts, numbers, "right") - 1

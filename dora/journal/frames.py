@@ -131,9 +131,7 @@ def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, 
 
 
 def _head_at(view: memoryview, offset: int, size: int) -> tuple[int, int, int, int] | None:
-    """Returns a record's body size, the bytes since its write began, its body's checksum and its code, or None if no
-    head is there.
-    """
+    """Returns a record's body size, the bytes since its write began, the body's checksum and the code, or None."""
     if offset + HEAD_BYTES > size:
         return None
     mark, *found = _HEAD.unpack_from(view, offset)

@@ -70,9 +70,7 @@ DEFAULT_SIZES: Final = Sizes()
 
 
 class Log:
-    """Appends to the log of a state folder. All methods except the thread's own belong to the event loop that opened
-    it.
-    """
+    """Appends to the log of a state folder. All methods but the thread's own belong to the opener's event loop."""
 
     def __init__(
         self,

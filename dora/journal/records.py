@@ -80,8 +80,8 @@ class PromptsEnded:
 class Admitted:
     """A group. ``position`` is its prompt's in the source, or -1 if that was submitted, with number ``arrival``.
 
-    A later record of the group has another prompt, or ``replaces`` its former number: its tokens are lost, so it starts
-    again.
+    A later record of the group has another prompt, or ``replaces`` its former number: its tokens are lost and it
+    restarts.
     """
 
     number: int
@@ -101,14 +101,14 @@ class Admitted:
 class Tokens:
     """The part of a worker's report about admitted requests: columns of token spans, and of their tokens.
 
-    Spans of a request never overlap. ``segment_starts``: [span, worker, first token, arrival] for each span that begins
-    a segment. ``stops``: [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats`` (one a
-    span) if all came at ``at``.
+    Spans of a request never overlap. ``segment_starts`` has [span, worker, first token, arrival] for each span that
+    begins a segment, and ``stops`` [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats``
+    (one a span) if all came at ``at``.
 
-    ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
+    ``turns`` has, for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
     reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first position
     there; then, of a turn with sampling of its own, these parameters by name; last, of one with prompt logprobs, True.
-    ``first_tokens`` count all tokens of a session, those of other branches included. ``prompt_logprobs``: [span,
+    ``first_tokens`` count all tokens of a session, those of other branches included. ``prompt_logprobs`` has [span,
     float32 as bytes] of spans that begin such a turn. ``attempts`` has the number of replacements before each session;
     only spans of the latest count. It is empty if all are 0.
     """
@@ -221,7 +221,7 @@ class WindowStands:
 class Checkpoint:
     """The durable state after all records before it (durable.py). It begins each segment.
 
-    ``ends``: [number, end position] of each earlier segment that exists.
+    ``ends`` has [number, end position] of each earlier segment that exists.
     """
 
     durable: bytes

@@ -33,7 +33,7 @@ class Ahead(Protocol):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the engine has reserved blocks for it. Without, KV waits in host memory."""
+        """Returns whether the engine has reserved blocks for it. Without, KV waits in host memory."""
 
     def start(self, key: str, prefix: Prefix) -> None:
         """Begins a snapshot with a first round of this key, in place of any other.
@@ -86,7 +86,7 @@ class Arrival:
         return self.body.nbytes + self.ahead_bytes
 
     def leads_to(self, ticket: str, epoch: int) -> bool:
-        """Whether a further round of this ticket and epoch may follow."""
+        """Returns whether a further round of this ticket and epoch may follow."""
         return (self.ticket, self.epoch) == (ticket, epoch) and self.is_whole and self.goes_on
 
     @property
@@ -137,8 +137,7 @@ class Arrivals:
     def take(self, key: str) -> tuple[bytes, list[Arrival]]:
         """Removes and returns head and rounds of an arrived snapshot; the first rounds may have been written ahead.
 
-        The head is the concatenation of the heads of all rounds. Raises NotFound if the snapshot has not arrived or was
-        taken.
+        The head is the concatenation of all rounds' heads. Raises NotFound if it has not arrived or was taken.
         """
         with self._lock:
             arrival = self._here.get(key)
@@ -188,7 +187,7 @@ class Arrivals:
         return before
 
     def may_land(self, ticket: str, epoch: int) -> bool:
-        """Whether a body may lie in a device's memory: it leaves that soon, for blocks of the engine."""
+        """Returns whether a body may lie in a device's memory: it leaves that soon, for blocks of the engine."""
         with self._lock:
             expected = self._expected.get((epoch, ticket))
         return expected is None or expected.ahead is None or expected.ahead.has_blocks

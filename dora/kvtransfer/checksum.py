@@ -36,7 +36,7 @@ class Seal:
     sums: tuple[bytes, ...]
 
     def fits(self, checksum: Checksum, chunk_bytes: int, body_bytes: int) -> bool:
-        """Whether these are the checksums of a body cut into such chunks."""
+        """Returns whether these are the checksums of a body cut into such chunks."""
         chunks = -(-body_bytes // chunk_bytes)
         return (
             checksum == self.checksum and chunks == len(self.sums) and (chunks == 1 or chunk_bytes == self.chunk_bytes)

@@ -90,8 +90,7 @@ class KvSnapshot:
     the layer's blocks in one or more pieces, so that neither end has to join them: from the first one that the layer
     still reads (``layout.first_block``) to the last, which may be partly filled; a state is a block. An engine's own
     snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has
-    them already. ``state_tokens`` counts the tokens that the states were made of, as their engine does, 0 for a model
-    without.
+    them already. ``state_tokens`` counts the tokens of the states as their engine does, 0 for a model without.
     """
 
     layout: KvLayout

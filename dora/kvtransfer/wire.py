@@ -162,7 +162,7 @@ class Stream:
             raise TransferFailed(self._said(error, "takes no bytes")) from error
 
     def is_readable(self, wait_s: float) -> bool:
-        """Whether a frame, or the end of the stream, arrives within the time."""
+        """Returns whether a frame, or the end of the stream, arrives within the time."""
         try:
             if isinstance(self._socket, SecureSocket):
                 return self._socket.is_readable(wait_s)

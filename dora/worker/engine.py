@@ -57,10 +57,10 @@ class RolloutEngine(Protocol):
         """Replaces the weights in place by ``folder/*.safetensors`` (Hugging Face names) and separates caches by
         version.
 
-        Returns the canary as this engine computes it (for ``canary=None``: of a built-in prompt). Raises Conflict while
-        requests are held or expected, without a change; InvalidValue for missing, unknown or misshapen tensors, before
-        any weight is changed; CanaryMismatch if logprobs differ from ``canary`` by more than the tolerance or are not
-        finite. After the latter two ``version`` is None until a load succeeds.
+        Returns the canary as this engine computes it (of a built-in prompt if ``canary`` is None). Raises Conflict
+        while requests are held or expected, without a change; InvalidValue for missing, unknown or misshapen tensors,
+        before any weight is changed; CanaryMismatch if logprobs differ from ``canary`` by more than the tolerance or
+        are not finite. After the latter two ``version`` is None until a load succeeds.
         """
 
     def add(self, request: RequestSpec) -> None:

@@ -93,8 +93,7 @@ class Prefixes:
     """At the target: first rounds whose blocks are present and may be claimed.
 
     A claim keeps its blocks until its reservation was taken in or released. Without a claim a round keeps no block
-    alone: ``sweep`` drops such rounds before the engine looks for free blocks. So there are never more rounds than
-    blocks.
+    alone: ``sweep`` drops such rounds before the engine looks for free blocks. So rounds never outnumber blocks.
     """
 
     def __init__(self, blocks: Blocks) -> None:

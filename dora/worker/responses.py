@@ -72,7 +72,7 @@ class _Response:
 class Responses:
     """Responses by request.
 
-    Bounded by ``most_bytes``: ended responses, and tokens since the service was lost. At the bound the worker stops
+    ``most_bytes`` bounds ended responses, and tokens since the service was lost. At the bound the worker stops
     stepping. The engine bounds the running ones.
     """
 
@@ -102,9 +102,7 @@ class Responses:
         )
 
     def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams, after: int) -> None:
-        """Adds the environment tokens of the next turn of a kept request after its first ``after`` tokens; the others
-        go.
-        """
+        """Adds the next turn's environment tokens after a kept request's first ``after`` tokens; the others go."""
         response = self._kept[request_id]
         self._ended_bytes -= response.size_bytes
         response.inputs = inputs_after(response.inputs, after, len(given_token_ids))
@@ -148,9 +146,7 @@ class Responses:
             self._ended_bytes -= response.size_bytes
 
     def clear(self) -> None:
-        """Forgets all, since another version is loaded. Ended, unsettled responses must be generated again if they were
-        lost.
-        """
+        """Forgets all, since another version is loaded. Unsettled responses must be generated again if lost."""
         self._kept.clear()
         self._ended_bytes = 0
 

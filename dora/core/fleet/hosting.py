@@ -70,9 +70,7 @@ class Hosting:
         return self._loading.get(version, NOBODY)
 
     def columns(self, indexes: int) -> dict[str, Column]:
-        """Copies of the ``HOSTING_COLUMNS`` for the first ``indexes`` indexes, int64; ``NO_WORKER`` for an index
-        without worker.
-        """
+        """Int64 copies of ``HOSTING_COLUMNS`` for the first ``indexes`` indexes, ``NO_WORKER`` without a worker."""
         self._refresh()
         return self._columns.copies(indexes)
 

@@ -56,7 +56,7 @@ def keeping_full(
 
 
 def settled(counts: Mapping[int, int], work: Mapping[int, float], goal: Mapping[int, int], hysteresis: float) -> bool:
-    """Whether the present ``counts`` are close enough to the proportional share to be kept.
+    """Returns whether the present ``counts`` are close enough to the proportional share to be kept.
 
     They are not if a version that should have a worker has none (or the reverse), or if some version's count differs
     from its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.

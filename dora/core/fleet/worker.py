@@ -11,9 +11,7 @@ QUEUE_SLOTS: Final = 2  # moves may over-subscribe a worker up to this many time
 
 @dataclass(slots=True)
 class Worker:
-    """One worker. ``loaded``, ``target`` and ``loading`` are the version in memory, the planned one, and the one being
-    loaded, or -1.
-    """
+    """``loaded``, ``target`` and ``loading`` are the version in memory, the planned one and the loading one, or -1."""
 
     worker_id: str
     epoch: int
@@ -66,7 +64,7 @@ class Worker:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no request and no KV of one."""
+        """Returns whether it holds no request and no KV of one."""
         return not self.assigned and not self.kept
 
 

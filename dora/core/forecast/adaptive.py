@@ -250,7 +250,7 @@ class AdaptiveSize:
 
     @property
     def _looks_on(self) -> bool:
-        """Whether more steps of this size may be measured if the result is unclear."""
+        """Returns whether more steps of this size may be measured if the result is unclear."""
         return self._seen < PATIENCE * self._config.look_steps
 
     def _too_far(self) -> str:

@@ -73,9 +73,7 @@ class CostModel:
 
 
 def read_share(expert_fraction: float, shared_fraction: float, running: Number) -> Number:
-    """Share of all weights that a step of ``running`` requests reads, 0 to 1. The module's docstring has the
-    formula.
-    """
+    """Share of all weights that a step of ``running`` requests reads, 0 to 1. The module docstring has the formula."""
     return 1.0 - (1.0 - shared_fraction) * (1.0 - expert_fraction) ** running
 
 

@@ -133,7 +133,7 @@ class Freshness:
 
     @property
     def acts(self) -> bool:
-        """Whether groups may be held back: only after the times of a step and of a group are known."""
+        """Returns whether groups may be held back: only after the times of a step and of a group are known."""
         return bool(self._freshness and self._training_s and self._group_s)
 
     def is_old(self, now_s: float, window: Window) -> bool:

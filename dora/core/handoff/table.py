@@ -139,9 +139,7 @@ class Handoff:
     reason: str = SESSION  # one of REASONS
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
-        """Applies a signal and returns the actions. Raises IllegalTransition, without a change, if TABLE has no such
-        entry.
-        """
+        """Applies a signal and returns the actions. Without an entry in TABLE it raises IllegalTransition alone."""
         try:
             self.phase, actions = TABLE[self.phase, signal]
         except KeyError:

@@ -45,9 +45,7 @@ class BasePolicy(ABC):
         return dispatcher.versions()
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """The worker's priority for its next request; zero or less means that it takes none. The default is its free
-        slots.
-        """
+        """The worker's priority for its next request, by default its free slots. With zero or less it takes none."""
         return worker.slots - worker.assigned
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
@@ -68,9 +66,7 @@ class BasePolicy(ABC):
         return ceil((supply + assigned) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether the request's KV fits, counting every request at its full length. An empty worker takes any
-        request.
-        """
+        """Whether the request's KV fits, counting each request at its full length. An empty worker takes any."""
         need = dispatcher.context_tokens(row)
         return worker.is_empty or worker.kv_claimed + need <= worker.kv_tokens
 
@@ -111,8 +107,8 @@ class BasePolicy(ABC):
                 self._place(dispatcher, row, heap, most)
 
     def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
-        """Whether a request of this version waits. Admits groups if none does: those without a prompt wait for their
-        environment instead.
+        """Returns whether a request of this version waits. Admits groups if none does: those without a prompt wait for
+        their environment instead.
         """
         while not dispatcher.waiting_requests(version):
             if not dispatcher.backlog or dispatcher.admissible(version) < 1:

@@ -23,9 +23,7 @@ def context_tokens(requests: RequestColumns) -> Column:
 
 
 def staying(view: View, targets: Mapping[int, int]) -> Column:
-    """Whether each worker has its version in memory and keeps it (bool, by index). Requests may move to such a
-    worker.
-    """
+    """Returns whether each worker has its version in memory and keeps it (bool by index). Requests may move there."""
     workers = view.workers
     target = workers.target.copy()
     indexes = np.fromiter(targets, dtype=np.int64, count=len(targets))
@@ -35,8 +33,7 @@ def staying(view: View, targets: Mapping[int, int]) -> Column:
 
 
 class Board:
-    """The predicted load of each worker and place of each request. ``targets`` are the plan's; {} means the present
-    targets.
+    """The predicted load of each worker and place of each request. ``targets`` are the plan's, {} the present ones.
 
     A strategy that counts a worker's load in another way overrides ``_add`` and ``_remove``.
     """
@@ -72,9 +69,7 @@ class Board:
         return rows[~self.stays[self.requests.worker[rows]]]
 
     def with_room(self, row: int, most_assigned: Column, most_kv: Column) -> Column:
-        """Whether each worker keeps this request's version and stays within these limits with the request (bool, by
-        index).
-        """
+        """Whether each worker keeps this request's version and stays within these limits with it (bool, by index)."""
         with_room: Column = (
             self.stays & (self.workers.loaded == self.requests.version[row]) & (self.assigned < most_assigned)
         )
@@ -107,8 +102,7 @@ class Board:
         return choice
 
     def relieve_engines(self, movable: Column) -> None:
-        """Parks requests of workers whose KV is about to run out. Their engines would preempt and recompute these
-        requests.
+        """Parks requests of workers whose KV is about to run out, as engines would preempt and recompute them.
 
         ``movable`` says by row whether the request may be parked.
         """

@@ -107,7 +107,7 @@ class _Levelling(Board):
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:
-        """Whether this request decodes markedly faster on the target, or its worker's KV is running out.
+        """Returns whether this request decodes markedly faster on the target, or its worker's KV is running out.
 
         A step that reads the weights for a few requests takes as long as one for many. If the cost of a step is
         unknown, every move counts as a gain.

@@ -66,7 +66,7 @@ def nearest_window(policy: str, window: int, strategies: Mapping[str, Strategy] 
 
 
 def allows_any(policy: str, strategies: Mapping[str, Strategy] = POLICIES) -> bool:
-    """Whether the strategy allows every window, so that the window may change."""
+    """Returns whether the strategy allows every window, so that the window may change."""
     return policy not in strategies or strategies[policy].windows == (1, WINDOW_MAX)
 
 

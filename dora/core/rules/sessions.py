@@ -270,9 +270,7 @@ def _by_pause(state: State, worker: Worker) -> list[int]:
 
 
 def make_room(state: State) -> None:
-    """Sets aside the KV of the longest pause on a worker with a free slot, if a request or the next prompt waits for
-    that KV.
-    """
+    """Sets aside the KV of the longest pause on a worker with a free slot, if a request or prompt waits for that KV."""
     if not state.idle:
         return
     for version, need in _needs(state):

@@ -65,7 +65,7 @@ class MappedFile(Sized):
 
     @property
     def lent(self) -> bool:
-        """Whether the target may still read it."""
+        """Returns whether the target may still read it."""
         return self._mapped[_RETURNED_AT : _RETURNED_AT + MARK_BYTES] != self.mark
 
     def lend(self) -> None:

@@ -277,9 +277,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
         self._reprefilled_tokens += bring_kv(self._layout, self._model, live)
 
     def _make_room(self, request_id: str) -> bool:
-        """Makes room for one more token's KV, if needed by preempting the latest request. Returns False if that is this
-        one.
-        """
+        """Makes room for one more token's KV, if needed by preempting the latest. Returns False if that is this one."""
         live = self._live[request_id]
         needed = self._blocks_for(live.tokens) - self._blocks_for(live.kv_tokens)
         while needed and self._blocks_used() + needed > self._blocks():

@@ -61,7 +61,7 @@ class FakeRequest:
 
     @property
     def owes_prompt(self) -> bool:
-        """Whether the request owes prompt logprobs with its present outputs."""
+        """Returns whether the request owes prompt logprobs with its present outputs."""
         return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
 
     @property

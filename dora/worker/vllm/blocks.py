@@ -36,8 +36,8 @@ class LayerBlocks:
 class BlockStore:
     """Views of KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    Layers of one group use the same block ids; groups share no ids. ``cuda_blocks.DeviceStore`` is the store of tensors
-    on a GPU.
+    Layers of one group use the same block ids; groups share no ids. ``cuda_blocks.DeviceStore`` is for tensors on a
+    GPU.
     """
 
     orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
@@ -126,9 +126,7 @@ def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
 
 
 def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int, int] | None:
-    """Returns offset, block size and the distance of blocks of a layer's KV tensor in its memory, in bytes, or None if
-    it is on a device.
-    """
+    """Returns offset, size and distance of a layer's blocks in its memory, in bytes, or None if it is on a device."""
     if not tensor.is_cpu:
         return None
     if tensor.shape[0] != block_count or not tensor[0].is_contiguous() or tensor.stride(0) < tensor[0].numel():

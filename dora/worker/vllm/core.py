@@ -141,10 +141,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device, *, has_stat
 
 @contextlib.contextmanager
 def _meeting_place() -> Iterator[None]:
-    """Yields a temporary folder for the files and sockets of the ranks' rendezvous.
-
-    vLLM would leave them in the system's temporary folder.
-    """
+    """Yields a folder for files and sockets of the ranks' rendezvous, which vLLM would leave in the system's."""
     before, rpc_before = tempfile.tempdir, os.environ.get(_RPC_FOLDER)
     with tempfile.TemporaryDirectory(prefix="dora-ranks-") as folder:
         tempfile.tempdir = os.environ[_RPC_FOLDER] = folder
@@ -198,7 +195,7 @@ def block_tokens_of(core: EngineCore) -> int:
 
 
 def kv_tokens_of(core: EngineCore, requested: int) -> int:
-    """Returns the tokens of the KV-cache's whole blocks. If ``requested`` is 0, vLLM's free memory decides."""
+    """Returns the tokens of the KV-cache's whole blocks. If ``requested`` is 0, vLLM has chosen them."""
     block_tokens = block_tokens_of(core)
     if requested:
         return requested // block_tokens * block_tokens

@@ -232,7 +232,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The processes of its ranks; empty if the only rank is in this process."""
+        """The processes of its ranks, or none if the only rank is in this process."""
         return self._ranks.pids
 
     @property

@@ -31,8 +31,8 @@ _PLAIN_ISA: Final = ("vec", "vec16")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose blocks have the same ids. They read the last ``window_tokens`` tokens, all for 0, or keep a state
-    for ``STATE``.
+    """Layers with the same block ids. They read the last ``window_tokens`` tokens, all for 0, or keep a state
+    (``STATE``).
     """
 
     layers: tuple[str, ...]

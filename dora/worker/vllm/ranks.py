@@ -100,7 +100,7 @@ class EngineRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' processes; empty if the only rank is in this one."""
+        """The ranks' processes, or none if the only rank is in this one."""
         return tuple(process.pid for process in self._processes)
 
     def close(self) -> None:

@@ -264,8 +264,8 @@ class HoldingScheduler(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
-        """Yields the fed tokens of requests with new tokens; the first token reports the whole prompt, wherever its KV
-        is from.
+        """Yields the fed tokens of requests with new ones. The first reports the whole prompt, even if its KV was
+        there.
         """
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
@@ -320,9 +320,7 @@ class HoldingScheduler(Scheduler):
         return [blocks[block_id] for block_id in block_ids]
 
     def _make_known(self) -> None:
-        """Enters brought blocks into the prefix cache, for later requests and after a preemption; not in the first
-        step.
-        """
+        """Enters brought blocks into the prefix cache, for later requests and preemptions; not in the first step."""
         for request_id, ahead in self._unknown.items():
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             blocks = manager.req_to_blocks.get(request_id)

@@ -104,9 +104,7 @@ class TierPrefixes:
         return max(0, search.end * chunk_tokens - computed_tokens)
 
     def take(self, engine_id: str, tokens: int) -> tuple[int, Mapping[str, Pieces]]:
-        """Takes ``tokens`` tokens from the tier for a request that has a slot. Returns its first such block, and the
-        blocks.
-        """
+        """Takes ``tokens`` tokens from the tier for a request with a slot. Returns the first block and the blocks."""
         request = self._requests.get(engine_id)
         search = None if request is None else request.search
         if request is None or search is None:

@@ -48,9 +48,7 @@ class LevelBoard(Board):
         self.relieve_engines(requests.movable & ~self._reserved.hurried)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
-        """Moves a request to its reserved worker, or to the emptiest of its version, up to ``level``. Returns whether
-        it did.
-        """
+        """Moves a request to its reserved worker, or the emptiest of its version up to ``level``. Returns whether."""
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
         levels = np.where(self.assigned[peers] < slots[peers], self._level[peers], np.inf)
@@ -68,8 +66,7 @@ class LevelBoard(Board):
     def _relieve(self, index: int) -> None:
         """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.
 
-        The last request stays. It would press any other worker as much, and would move for ever without generating a
-        token.
+        The last request stays. It would press any other worker as much, and would move for ever without a token.
         """
         peers = self.peers(int(self.workers.loaded[index]))
         largest: list[int] | None = None

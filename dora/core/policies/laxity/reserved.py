@@ -43,8 +43,8 @@ class Haste:
         self.step_s = self._shortest_s()
 
     def at(self, step_s: float, kv_tokens: float) -> tuple[bool, float, float]:
-        """For steps of ``step_s``: whether the longest responses would be late on workers with ``kv_tokens`` of KV in
-        use, the share of it that a reserved worker uses so that they end in time, and its seconds per token.
+        """Returns, for steps of ``step_s``, whether the longest responses would be late on workers with ``kv_tokens``
+        of KV in use, the share of it that a reserved worker uses so that they end in time, and its seconds per token.
         """
         level = self._levels(step_s)[-1]
         fill = min(TUNING.reserved_fill, float(self._kv[level]) / kv_tokens)
@@ -63,9 +63,7 @@ class Haste:
         return long
 
     def _needed_s(self, step_s: float) -> float:
-        """Time of all workers for a step's responses, if each worker is as full as the deadline of its responses
-        allows.
-        """
+        """Time of all workers for a step's responses, if each worker is as full as its responses' deadline allows."""
         return float((self._share_s[self._levels(step_s)] * self._work).sum())
 
     def _levels(self, step_s: float) -> Column:
@@ -85,7 +83,7 @@ class Reserved:
     load: float = 0.0
 
     def takes(self, share: float, pace_s: float) -> bool:
-        """Whether a response that needs this pace and ``share`` of KV fits here."""
+        """Returns whether a response that needs this pace and ``share`` of KV fits here."""
         return self.pace_s <= pace_s * TUNING.sticky and self.load + share <= self.kv_tokens
 
 
