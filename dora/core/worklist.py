@@ -7,9 +7,7 @@ from collections.abc import Iterable, Set
 
 
 class Worklist:
-    """Knows whether there is anything to settle, and which workers were touched, may have room, are idle or nearly
-    full.
-    """
+    """Knows whether anything is unsettled, and which workers were touched, may have room, are idle or nearly full."""
 
     def __init__(self) -> None:
         self._awake = False

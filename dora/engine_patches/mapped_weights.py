@@ -32,7 +32,7 @@ Source = Callable[[Sequence[str], float], Tensors]  # files, and the seconds aft
 
 @dataclass
 class NothingToInit(WeightTransferInitInfo):
-    """It is empty, because files need no process group."""
+    """An empty message, because files need no process group."""
 
 
 @dataclass

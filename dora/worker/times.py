@@ -15,7 +15,7 @@ SENT_EVERY_S: Final = 5.0  # while there is work
 
 @dataclass(slots=True)
 class _TimedRequest:
-    """A request that the engine holds. ``prompt_tokens`` is 0 if it came with its KV, and has no first token here."""
+    """A request in the engine. If it came with its KV, ``prompt_tokens`` is 0 and there is no first token here."""
 
     began_s: float
     prompt_tokens: int

@@ -139,7 +139,7 @@ class Handoff:
     reason: str = SESSION  # one of REASONS
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
-        """Applies a signal and returns the actions. Without an entry in TABLE it raises IllegalTransition alone."""
+        """Applies a signal; returns its actions. Raises IllegalTransition, without a change, if TABLE has no entry."""
         try:
             self.phase, actions = TABLE[self.phase, signal]
         except KeyError:

@@ -66,7 +66,7 @@ class BasePolicy(ABC):
         return ceil((supply + assigned) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether the request's KV fits, counting each request at its full length. An empty worker takes any."""
+        """Returns whether the request's KV fits if each has its full length. An empty worker takes any."""
         need = dispatcher.context_tokens(row)
         return worker.is_empty or worker.kv_claimed + need <= worker.kv_tokens
 

@@ -69,7 +69,7 @@ class Board:
         return rows[~self.stays[self.requests.worker[rows]]]
 
     def with_room(self, row: int, most_assigned: Column, most_kv: Column) -> Column:
-        """Whether each worker keeps this request's version and stays within these limits with it (bool, by index)."""
+        """Returns whether each worker keeps this row's version and has room within these limits (bool, by index)."""
         with_room: Column = (
             self.stays & (self.workers.loaded == self.requests.version[row]) & (self.assigned < most_assigned)
         )

@@ -104,7 +104,7 @@ class RoutingBoard(Board):
         return True
 
     def clear(self, index: int) -> bool:
-        """Routes a worker's requests to other hosts of its version: all, or none and returns False."""
+        """Routes a worker's requests to its version's other hosts. Returns False, without a change, if one stays."""
         if self._fixed[index]:
             return False
         counts = self.assigned.copy(), self.waiting.copy(), self.kv.copy()

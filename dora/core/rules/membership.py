@@ -122,7 +122,7 @@ def drain(state: State, event: on.DrainRequested) -> None:
 def settle(state: State, indexes: Iterable[int]) -> None:
     """Loads target versions into workers that are empty and ready; lets drained ones leave.
 
-    A target whose weights are deleted waits for the next plan, and one that its host lacks for its arrival.
+    A target whose weights are deleted waits for the next plan, and one that the worker's host lacks for its arrival.
     """
     for index in indexes:
         worker = state.worker_list[index]

@@ -41,8 +41,7 @@ class Kv(dict[str, bytearray]):
 
 class FakeModel:
     """``mean_tokens`` is the mean length of responses, which is geometric. The second layer reads the last
-    ``window_tokens`` tokens, or all for 0. For ``STATE`` it keeps only the last token's hash, which all earlier ones
-    determine.
+    ``window_tokens`` tokens, all for 0. For ``STATE`` it keeps the last token's hash, which follows from all before.
     """
 
     def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:

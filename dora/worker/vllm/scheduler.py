@@ -228,7 +228,7 @@ class HoldingScheduler(Scheduler):
         return output
 
     def _has_blocks(self, request_id: str) -> None:
-        """Gives a request, which has got its blocks, the only part in those that it brought."""
+        """Notes that a request holds its blocks by itself, so that those that it brought need no other holder."""
         if request_id in self._brought:
             self._unknown[request_id] = self._ahead.pop(request_id)
             for block in self._brought.pop(request_id):
@@ -264,9 +264,7 @@ class HoldingScheduler(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
-        """Yields the fed tokens of requests with new ones. The first reports the whole prompt, even if its KV was
-        there.
-        """
+        """Yields the fed tokens of requests with new ones. The first has the whole prompt, wherever its KV is from."""
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()

@@ -182,6 +182,5 @@ class Allocation:
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
-    """Distributes surplus workers over all versions in proportion to their need."""
     total = sum(need.values())
     return {version: max(least, least * workers // total) for version, least in need.items()} if total else need

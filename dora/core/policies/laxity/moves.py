@@ -48,7 +48,7 @@ class LevelBoard(Board):
         self.relieve_engines(requests.movable & ~self._reserved.hurried)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
-        """Moves a request to its reserved worker, or the emptiest of its version up to ``level``. Returns whether."""
+        """Moves a request to its reserved worker or its version's emptiest, up to ``level``. Returns whether it did."""
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
         levels = np.where(self.assigned[peers] < slots[peers], self._level[peers], np.inf)
