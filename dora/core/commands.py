@@ -75,7 +75,7 @@ class DropGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeliverGroup:
-    """Send a finished group to the trainer; ``again``: an earlier stream of this step has delivered it."""
+    """Send a finished group to the trainer. If ``again``, an earlier stream of this step has delivered it."""
 
     group_id: str
     step: int
@@ -85,7 +85,7 @@ class DeliverGroup:
 
 @dataclass(frozen=True, slots=True)
 class CloseStep:
-    """End the stream of a full step. ``exhausted``: the step ends short because prompts ran out."""
+    """End the stream of a full step. If ``exhausted``, the step ends short because prompts ran out."""
 
     step: int
     trainer_epoch: int
@@ -119,7 +119,7 @@ class ScoreEvaluated:
 
 @dataclass(frozen=True, slots=True)
 class EndEvaluationGroup:
-    """Give a fully scored group to the evaluation's caller. ``reason``: of its drop instead."""
+    """Give a fully scored group to the evaluation's caller, or the ``reason`` of its drop."""
 
     evaluation_id: str
     group_id: str
@@ -128,7 +128,7 @@ class EndEvaluationGroup:
 
 @dataclass(frozen=True, slots=True)
 class EndEvaluation:
-    """Forget an evaluation. ``reason``: of an early end; empty: it is done."""
+    """Forget an evaluation. ``reason`` says why it ends early, and is empty if it is done."""
 
     evaluation_id: str
     reason: str = ""
@@ -167,9 +167,9 @@ class LapseLease:
 @dataclass(frozen=True, slots=True)
 class RejectVersion:
     """Ask the trainer to publish a version again: these workers have refused its weights, and none has loaded it well.
-    Without workers: no host has its weights.
+    If it names no workers, no host has the version's weights.
 
-    The trainer's stream ends with that. ``canary_difference``: the largest of a logprob; 0 if none was compared.
+    The trainer's stream ends with that. ``canary_difference`` is the largest of a logprob, or 0 if none was compared.
     Outcome: VersionRepublished.
     """
 

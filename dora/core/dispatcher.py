@@ -51,9 +51,7 @@ class Dispatcher:
         return self._state.workers_of(version)
 
     def candidates(self, version: int) -> list[Worker]:
-        """The workers of this version that may have room: a request has left, or the ration grew, since they were found
-        full.
-        """
+        """This version's workers that may have room: since they were full, a request has left or the ration grew."""
         state = self._state
         hosts, roomy = state.workers_of(version), state.worklist.roomy
         if len(roomy) < len(hosts):  # only those few are checked
@@ -67,7 +65,7 @@ class Dispatcher:
         return len(self._state.hosting.loading(version))
 
     def ration(self, version: int, most: int | None) -> None:
-        """Limits the requests of each host of this version to ``most`` for now; None: no limit.
+        """Limits the requests of each host of this version to ``most`` for now, or removes the limit if it is None.
 
         Workers that were full under a smaller ration become candidates again.
         """
@@ -132,8 +130,8 @@ class Dispatcher:
     ) -> None:
         """Makes an offered prompt a group of this version; its requests wait. Raises if C3 forbids it.
 
-        ``rank`` of the prompt and a request's expected tokens orders the requests: the lowest starts first, equal ones
-        in order of arrival; None: all in order of arrival.
+        ``rank`` of the prompt and a request's expected tokens orders the requests: the lowest starts first, and equal
+        ones in order of arrival. Without it all start in order of arrival.
         """
         self._state.window.admit(version)
         self._state.backlog.remove(entry)

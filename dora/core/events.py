@@ -26,9 +26,9 @@ NEWEST: Final = -1  # instead of a version: the newest that workers may load
 class OfferedPrompt:
     """A prompt in the core's form.
 
-    ``key`` names it over epochs (empty: it has no history), ``features`` describe its difficulty, and ``known_tokens``
-    are the lengths of its responses if known: from a simulator, or the user's own estimates. Prompts of the highest
-    ``priority`` are admitted first.
+    ``key`` names it over epochs (empty if it has no history), ``features`` describe its difficulty, and
+    ``known_tokens`` are the lengths of its responses if known: from a simulator, or the user's own estimates. Prompts
+    of the highest ``priority`` are admitted first.
     """
 
     prompt_id: str
@@ -50,13 +50,13 @@ class OfferedPrompt:
 
     @property
     def begins_idle(self) -> bool:
-        """Whether the first turn of each session waits for its environment, which gives the prompt."""
+        """Returns whether the first turn of each session waits for its environment, which gives the prompt."""
         return self.sessions and not self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PromptsOffered:
-    """The outcome of DrawPrompts: at most as many prompts as requested; ``exhausted``: there will be no more."""
+    """The outcome of DrawPrompts: at most as many prompts as requested. If ``exhausted``, there will be no more."""
 
     prompts: tuple[OfferedPrompt, ...]
     exhausted: bool = False
@@ -98,9 +98,9 @@ NO_FORK: Final = -1  # TurnRequested.after_tokens
 class TurnRequested:
     """An environment continues an idle session with ``tokens`` environment tokens.
 
-    A fork: ``after_tokens`` is their place within the response of some branch (-1: no fork), or ``is_prompt``: they are
-    the prompt of a branch of their own, which an idle session without a prompt needs first. ``is_on_branch``: the place
-    is on the session's present branch, so the turn can begin with that branch's KV.
+    If the turn forks, ``after_tokens`` is their place within the response of some branch (otherwise -1), or they are
+    the prompt of a branch of their own (``is_prompt``), which an idle session without a prompt needs first. If
+    ``is_on_branch``, the place is on the session's present branch, so the turn can begin with that branch's KV.
     """
 
     request_id: str
@@ -121,8 +121,8 @@ class SessionEnded:
 class SessionFailed:
     """The environment of a session has failed. The session is replaced, or ends if it was replaced too often.
 
-    ``fault``: whose it is. A replacement for the fault of ``another`` session does not count. If it is the ``prompt``,
-    which no session survives, its group is cancelled.
+    ``fault`` says whose it is. A replacement for the fault of ``another`` session does not count. If it is the
+    ``prompt``, which no session survives, its group is cancelled.
     """
 
     request_id: str
@@ -140,9 +140,9 @@ class GroupCancelled:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequested:
-    """Sample these prompts under ``version`` (NEWEST: the newest that workers may load), beside training.
+    """Sample these prompts under ``version`` (with NEWEST the newest that workers may load), beside training.
 
-    ``share`` of the slots and KV of each worker of that version is allotted to them; 0: they use idle slots.
+    ``share`` of the slots and KV of each worker of that version is allotted to them. With 0 they use idle slots.
     """
 
     evaluation_id: str
@@ -341,9 +341,7 @@ class PoolLost:
 
 @dataclass(frozen=True, slots=True)
 class PoolDropped:
-    """A pool has dropped the KV of these requests (memory and disk are full, a snapshot is damaged): they are
-    re-prefilled.
-    """
+    """A pool has dropped these requests' KV (memory and disk full, a damaged snapshot): they are re-prefilled."""
 
     pool_id: str
     epoch: int
@@ -356,7 +354,7 @@ class PoolDropped:
 
 @dataclass(frozen=True, slots=True)
 class TrainerAttached:
-    """A trainer became the active one; ``groups_per_step`` 0: as configured."""
+    """A trainer became the active one. If ``groups_per_step`` is 0, the configured one applies."""
 
     trainer_epoch: int
     groups_per_step: int
@@ -374,7 +372,7 @@ class StepRequested:
 class StepCommitted:
     """The trainer has trained on ``step``; the weights of version ``step + 1`` are in the store.
 
-    The other fields are its figures for an adaptive window; below 0: not given.
+    The other fields are its figures for an adaptive window, below 0 if not given.
     """
 
     trainer_epoch: int
@@ -410,7 +408,7 @@ class RestoredGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoredRequests:
-    """The requests of all groups, group by group, each in the order of its samples: one a response, columns (n,)."""
+    """The requests of all groups, group by group, each in the order of its samples, as columns (n,) by response."""
 
     rows: Int32Column  # names in reports, all different
     tokens: Int32Column  # response tokens that the service has
@@ -474,7 +472,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class StorageChanged:
-    """The writable storage has changed. ``fault``: the places that cannot be written, with reasons; empty: none.
+    """The writable storage has changed. ``fault`` lists the places that cannot be written, with reasons.
 
     Nothing is admitted during a fault. Admitted groups continue.
     """

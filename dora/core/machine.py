@@ -45,7 +45,7 @@ class Machine:
     """
 
     def __init__(self, config: Config, policy: Policy | None = None) -> None:
-        """``policy``: replaces the configured one."""
+        """``policy`` replaces the configured one."""
         self._state = State(config)
         strategy = POLICIES.get(config.balance.policy)
         if strategy is not None and not strategy.by_freshness:

@@ -31,7 +31,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``targets``: index -> version to host, for every live index that is not draining; ``moves``: in order."""
+    """``targets`` maps every live index that is not draining to the version to host; ``moves`` are in order."""
 
     targets: Mapping[int, int] = field(default_factory=dict)
     moves: tuple[Move, ...] = ()

@@ -91,7 +91,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start; shown to operators."""
+    """Counts since the start, shown to operators."""
 
     prompts_cancelled: int = 0  # cancelled before admission
     groups_admitted: int = 0
@@ -252,7 +252,7 @@ class State:
         return taken
 
     def worker_at(self, worker_id: str, epoch: int) -> Worker | None:
-        """The live worker with this id and epoch; None if either has ended."""
+        """The live worker with this id and epoch, or None if either has ended."""
         worker = self.workers.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
@@ -266,7 +266,7 @@ class State:
         return self.pool_list[index] if index >= 0 else None
 
     def pool_with(self, kv_tokens: int, host: str) -> Pool | None:
-        """The pool for so much KV: the one with the most room on this host, else on any; None: there is none."""
+        """The pool for so much KV: the one with the most room on this host, else on any, or None."""
         fit = (pool for pool in self.pools.values() if pool.free >= kv_tokens)
         return max(fit, key=lambda pool: (pool.host == host, pool.free, -pool.index), default=None)
 
@@ -390,7 +390,7 @@ class State:
         worker.kv_change += prompt_tokens + tokens
 
     def give_all(self, rows: Sequence[int], worker: Worker, held: Sequence[int]) -> None:
-        """Makes a reattached worker the owner of its requests; ``held``: its response tokens of each.
+        """Makes a reattached worker the owner of its requests; ``held`` has its response tokens of each.
 
         Tokens that it has not reported yet were generated before, so they do not count for its pace.
         """
@@ -456,8 +456,7 @@ class State:
     def move_off(self, row: int) -> Worker:
         """Takes the request off its worker, which is told to remove it. Returns that worker.
 
-        Its claim leaves the worker at once: engines report seldom, and moves that only added claims would make all look
-        full.
+        Its claim leaves the worker at once: engines report seldom, and if moves only added claims, all would look full.
         """
         worker = self.take_away(row)
         worker.kv_change -= self.kv_of(row)

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Set
 
 
 class Worklist:
-    """Answers four questions: is there anything to settle; which workers were touched; which may have room; which are
-    idle or nearly full?
-    """
+    """Knows whether anything is unsettled, and which workers were touched, may have room, are idle or nearly full."""
 
     def __init__(self) -> None:
         self._awake = False
@@ -57,7 +55,7 @@ class Worklist:
             self._idle.discard(index)
 
     def ration(self, version: int, most: int | None, hosts: Iterable[int]) -> None:
-        """Limits the requests of each of the ``hosts`` of this version to ``most`` for now; None: no limit.
+        """Limits the requests of each of this version's ``hosts`` to ``most`` for now, or to no limit if it is None.
 
         Workers that were full under a smaller ration become candidates again.
         """
@@ -76,7 +74,7 @@ class Worklist:
 
     @property
     def awake(self) -> bool:
-        """Whether anything is to be settled."""
+        """Returns whether anything is to be settled."""
         return self._awake
 
     @property

@@ -32,14 +32,14 @@ Source = Callable[[Sequence[str], float], Tensors]  # files, and the seconds aft
 
 @dataclass
 class NothingToInit(WeightTransferInitInfo):
-    """Empty: files need no process group."""
+    """An empty message, because files need no process group."""
 
 
 @dataclass
 class WeightFiles(WeightTransferUpdateInfo):
     """Paths of verified safetensors files of the whole model, and the time that they may take to load.
 
-    ``changed``, ``token_ids``: see ``reload_proof``.
+    ``reload_proof`` describes ``changed`` and ``token_ids``.
     """
 
     files: Sequence[str]
@@ -49,9 +49,7 @@ class WeightFiles(WeightTransferUpdateInfo):
 
 
 class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
-    """One rank's half of an update. After a failed update the model keeps its shapes, and its weights belong to no
-    version.
-    """
+    """One rank's half of an update. After a failed one the model keeps its shapes, and its weights have no version."""
 
     init_info_cls = NothingToInit
     update_info_cls = WeightFiles

@@ -36,4 +36,4 @@ class Patch:
 
 
 def nothing(*_: Any) -> None:
-    """Does nothing. For a patch without an action at this moment."""
+    """Does nothing, for a patch without an action at this moment."""

@@ -19,7 +19,7 @@ _PLAIN: Final = ("lm_head", "re:.*embed.*", "re:.*experts.*", "re:.*gate$", "re:
 
 
 def settings(quantisation: str) -> dict[str, Any] | None:
-    """Returns the quantisation settings of the engine's config.json; None if nothing is quantised."""
+    """Returns the quantisation settings of the engine's config.json, or None if nothing is quantised."""
     if not quantisation:
         return None
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}

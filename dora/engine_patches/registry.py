@@ -17,9 +17,7 @@ def apply(patches: Sequence[Patch]) -> None:
 
 
 def verify(runner: Any, patches: Sequence[Patch]) -> None:
-    """Verifies all patches on one rank of a fresh engine. Raises PatchFailed, naming the first that did not take
-    effect.
-    """
+    """Verifies all patches on one rank of a fresh engine. Raises PatchFailed, naming the first without effect."""
     for patch in patches:
         patch.verify(runner)
 

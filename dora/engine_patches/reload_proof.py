@@ -38,7 +38,7 @@ def changed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors, those of one kind changed.
 
-    ``token_ids``: of the canary. Rows of the head for these tokens stay, so a head that is tied to the embedding
+    ``token_ids`` are the canary's. Rows of the head for these tokens stay, so a head that is tied to the embedding
     changes the canary only by its own logits.
     """
     for name, tensor in tensors:

@@ -85,7 +85,7 @@ class Compaction:
         return len(self._shares)
 
     def ends(self, position: int) -> list[list[int]]:
-        """Returns each segment's number and end. ``position``: the end of the last write."""
+        """Returns each segment's number and end. ``position`` is the end of the last write."""
         known = [(number, share) for number, share in self._shares.items() if share.base >= 0]
         return [[number, position if number == self._writing else share.end] for number, share in known]
 
@@ -101,7 +101,7 @@ class Compaction:
         self._writing = number
 
     def count(self, record: LogRecord, size_bytes: int, number: int | None = None) -> None:
-        """Counts a record of ``size_bytes`` to its owners. ``number``: of its segment; None: the one being written."""
+        """Counts a record of ``size_bytes`` to its owners. ``number`` is its segment's, by default the last."""
         number = self._writing if number is None else number
         share, owned = self._shares[number], owned_bytes(record)
         if owned is None:
@@ -129,7 +129,7 @@ class Compaction:
             self._parts = self._moved(least) if alive[least] else iter(())
 
     def next_part(self) -> list[LogRecord]:
-        """Returns the next records to copy from the chosen segment; empty: it can be deleted.
+        """Returns the next records to copy from the chosen segment, or none if it can be deleted.
 
         Raises OSError if the segment is unreadable: it is kept, and a later attempt reads it from the beginning.
         """

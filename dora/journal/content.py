@@ -53,7 +53,7 @@ class LiveOwners:
 
 
 def owned_bytes(record: LogRecord) -> tuple[Column, Column] | None:
-    """Returns the owners of a record's bytes and the bytes of each; None if it has none."""
+    """Returns the owners of a record's bytes and the bytes of each, or None if it has none."""
     if isinstance(record, Tokens):
         owned = record.counts.astype(np.int64) * TOKEN_BYTES + SPAN_BYTES
         return record.numbers, owned + record.routed_bytes if len(record.routed_bytes) else owned
@@ -81,7 +81,7 @@ def _prompt_bytes(prompt: list[object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LiveGroup:
-    """A group that was neither trained on nor cancelled. ``step``: the step that took it, or OPEN."""
+    """A group that was neither trained on nor cancelled. ``step`` is the step that took it, or OPEN."""
 
     number: int
     group_id: str
@@ -128,7 +128,7 @@ class Requests:
 
 
 def started(requests: Requests, group: LiveGroup, first: int) -> int:
-    """Returns the number of a group's members that have started. ``first``: the position of its first request."""
+    """Returns the number of a group's members that have started. ``first`` is the position of its first request."""
     at_once, size = group.prompt.at_once, len(group.rows)
     if at_once == size:
         return size
@@ -253,7 +253,7 @@ class _Collector:
         return requests
 
     def _positions(self, numbers: Column) -> Column:
-        """Returns the requests' positions; -1 if not live."""
+        """Returns the requests' positions, -1 for those that are not live."""
         if not len(self._firsts):
             return np.full(len(numbers), -1, np.int64)
         groups = np.searchsorted(self._firsts, numbers, "right") - 1

@@ -27,7 +27,7 @@ _TEXT_ERRORS: Final = "surrogatepass"
 
 
 class OpenGroup(NamedTuple):
-    """A group that was neither trained on nor cancelled. ``step``: the step that took it, or OPEN."""
+    """A group that was neither trained on nor cancelled. ``step`` is the step that took it, or OPEN."""
 
     group_id: str
     size: int
@@ -131,9 +131,7 @@ class Durable:
     # -------------------------------------------------------------------------------------------------------- groups
 
     def _admitted(self, record: records.Admitted) -> None:
-        """A group's first record; or a later one, which its prompt has changed or which gives it another number: then
-        it is open again, without tokens.
-        """
+        """Enters a group's first record, or one with another prompt or number: it is open again, without tokens."""
         size, is_new = len(record.rows), record.number not in self.groups and record.replaces < 0
         self.groups.pop(record.replaces, None)
         self.groups.setdefault(record.number, OpenGroup(record.group_id, size))
@@ -224,7 +222,7 @@ _APPLY: Final[dict[type, Callable[[Durable, Any], None]]] = {
 
 
 def source_of(config: str) -> str:
-    """Returns the settings on which the prompt at a position depends, as one text. ``config``: as JSON.
+    """Returns the settings on which the prompt at a position depends, as one text. ``config`` is JSON.
 
     A start with others begins its source at the first prompt.
     """
@@ -234,6 +232,5 @@ def source_of(config: str) -> str:
 
 
 def _keep_last(table: dict[Any, Any], most: int) -> None:
-    """Removes the oldest entries beyond ``most``."""
     for _ in range(len(table) - most):
         del table[next(iter(table))]

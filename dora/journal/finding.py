@@ -36,7 +36,7 @@ UNFOLDED: Final = frozenset(CODE[kind] for kind in (records.Checkpoint, records.
 
 @dataclass(slots=True)
 class Found:
-    """The content of a state folder. ``said``: a message for each thing that was cut off or damaged."""
+    """The content of a state folder. ``said`` has a message for each thing that was cut off or damaged."""
 
     durable: Durable
     groups: list[LiveGroup]  # by their numbers
@@ -87,7 +87,7 @@ class _Segment:
 
 
 def find(folder: Path, sizes: Sizes = DEFAULT_SIZES, *, repairs: bool = True) -> Found:
-    """Opens ``folder``, which is created if absent, for a service to continue. ``repairs`` False: changes nothing.
+    """Opens ``folder``, which is created if absent, for a service to continue. Without ``repairs`` nothing changes.
 
     Raises InvalidValue if that would lose acknowledged data; OSError.
     """
@@ -183,7 +183,7 @@ def _report(segment: _Segment, said: list[str]) -> None:
 
 
 def _take(segment: _Segment, content: Content, compaction: Compaction, end: int, said: list[str]) -> None:
-    """Takes a segment's live content, and counts its bytes. ``end``: its end as later segments record it."""
+    """Takes a segment's live content, and counts its bytes. ``end`` is its end as later segments record it."""
     of = segment.of
     share = Share(of.path, of.base, of.end, holes=len(of.holes))
     compaction.enter(of.number, share)

@@ -38,7 +38,7 @@ HEAD_BYTES: Final = _HEAD.size + _HEAD_SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Bytes of a segment that differ from what was written. ``code``: the kind of their record; None: unknown."""
+    """Bytes of a segment that differ from those written. ``code`` is the kind of their record, or None if unknown."""
 
     path: Path
     offset: int
@@ -51,7 +51,7 @@ class Hole:
 
 @dataclass(slots=True)
 class LogSegment:
-    """A segment as it was read. ``base``: the position of its first record."""
+    """A segment as it was read. ``base`` is the position of its first record."""
 
     path: Path
     number: int
@@ -84,7 +84,7 @@ def head(code: int, body: bytes, since_write: int) -> bytes:
 
 
 def opened(path: Path) -> LogSegment | None:
-    """Opens a segment by its header; None if the header is damaged.
+    """Opens a segment by its header. Returns None if the header is damaged.
 
     Raises InvalidValue for a file that is not a segment or has another schema; OSError.
     """
@@ -104,7 +104,7 @@ def opened(path: Path) -> LogSegment | None:
 def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, int, memoryview]]:
     """Yields offset, code and body of each whole record in order; ``segment.holes`` has the gaps.
 
-    ``end``: the position of the next segment; bytes behind it belong to an abandoned write.
+    ``end`` is the position of the next segment; bytes behind it belong to an abandoned write.
     """
     content = segment.path.read_bytes()
     size = len(content) if end is None else min(len(content), HEADER_BYTES + max(0, end - segment.base))
@@ -131,9 +131,7 @@ def records(segment: LogSegment, end: int | None = None) -> Iterator[tuple[int, 
 
 
 def _head_at(view: memoryview, offset: int, size: int) -> tuple[int, int, int, int] | None:
-    """Returns a record's body size, the bytes since its write began, its body's checksum and its code; None if no head
-    is there.
-    """
+    """Returns a record's body size, the bytes since its write began, the body's checksum and the code, or None."""
     if offset + HEAD_BYTES > size:
         return None
     mark, *found = _HEAD.unpack_from(view, offset)

@@ -48,7 +48,7 @@ Told = Callable[[OSError | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """When the log writes, and how large its segments are. ``compacts`` False: nothing is deleted."""
+    """When the log writes, and how large its segments are. Without ``compacts`` nothing is deleted."""
 
     flush_s: float = FLUSH_S
     flush_bytes: int = FLUSH_BYTES
@@ -70,9 +70,7 @@ DEFAULT_SIZES: Final = Sizes()
 
 
 class Log:
-    """Appends to the log of a state folder. All methods except the thread's own belong to the event loop that opened
-    it.
-    """
+    """Appends to the log of a state folder. All methods but the thread's own belong to the opener's event loop."""
 
     def __init__(
         self,
@@ -85,8 +83,8 @@ class Log:
         sizes: Sizes = DEFAULT_SIZES,
         fault: Told = lambda error: None,
     ) -> None:
-        """``durable``: the state at ``position``, the end of the last existing segment, which has ``number``. ``fault``
-        is called in the event loop with the reason if the log cannot be written, and with None once it can again.
+        """``durable`` is the state at ``position``, the end of the last existing segment, which has ``number``. The
+        event loop calls ``fault`` with the reason if the log cannot be written, and with None once it can.
         """
         self._folder = folder
         self._number = number
@@ -298,7 +296,7 @@ class Log:
     def _append(self, chunk: list[tuple[bytes, LogRecord]], *, is_copy: bool = False) -> None:
         """Writes and syncs once; then the records count as durable. If it raises OSError, none does.
 
-        ``is_copy``: of records that the log has, which change nothing.
+        ``is_copy`` marks records that the log has, which change nothing.
         """
         parts: list[bytes] = []
         size_bytes = 0
@@ -322,7 +320,7 @@ class Log:
                 self._has_ended |= isinstance(record, Committed | Dropped)
 
     def _settle(self, at_once: bool) -> OSError | None:
-        """Continues compaction; ``at_once``: to its end."""
+        """Continues compaction, to its end if ``at_once``."""
         if self._has_ended or at_once:
             self._has_ended = False
             self._compaction.changed(self._durable)

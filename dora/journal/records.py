@@ -62,8 +62,8 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class PromptsWithdrawn:
-    """Prompts that were cancelled before they had a group: submitted ones by arrival, the source's by position.
-    ``names``: by which a user cancelled them.
+    """Prompts that were cancelled before they had a group: submitted ones by arrival, the source's by position. A user
+    cancelled them by ``names``.
     """
 
     arrivals: list[int]
@@ -78,10 +78,10 @@ class PromptsEnded:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A group. ``position``: of its prompt in the source; -1: the prompt was submitted, with number ``arrival``.
+    """A group. ``position`` is its prompt's in the source, or -1 if that was submitted, with number ``arrival``.
 
-    A later record of the group has another prompt, or ``replaces`` its former number: its tokens are lost, so it starts
-    again.
+    A later record of the group has another prompt, or ``replaces`` its former number: its tokens are lost and it
+    restarts.
     """
 
     number: int
@@ -101,16 +101,16 @@ class Admitted:
 class Tokens:
     """The part of a worker's report about admitted requests: columns of token spans, and of their tokens.
 
-    Spans of a request never overlap. ``segment_starts``: [span, worker, first token, arrival] for each span that begins
-    a segment. ``stops``: [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats`` (one a
-    span) if all came at ``at``.
+    Spans of a request never overlap. ``segment_starts`` has [span, worker, first token, arrival] for each span that
+    begins a segment, and ``stops`` [span, stop string]. ``ends`` and ``routed_bytes`` are empty if all are 0, ``ats``
+    (one a span) if all came at ``at``.
 
-    ``turns``: for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
-    reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first
-    position there; then, of a turn with sampling of its own, these parameters by name; last, of one with prompt
-    logprobs, True. ``first_tokens`` count all tokens of a session, those of other branches included.
-    ``prompt_logprobs``: [span, float32 as bytes] of spans that begin such a turn.
-    ``attempts``: of sessions, the number of replacements before; only spans of the latest count. Empty if all are 0.
+    ``turns`` has, for each span of tokens that an environment gave, which begin a turn: [span, max_tokens, name, finish
+    reason and stop string of the turn before]; of a fork also the turn whose path it continues, and the first position
+    there; then, of a turn with sampling of its own, these parameters by name; last, of one with prompt logprobs, True.
+    ``first_tokens`` count all tokens of a session, those of other branches included. ``prompt_logprobs`` has [span,
+    float32 as bytes] of spans that begin such a turn. ``attempts`` has the number of replacements before each session;
+    only spans of the latest count. It is empty if all are 0.
     """
 
     at: float
@@ -153,7 +153,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A group was cancelled. ``line``: of the run's record, as JSON. ``names``: by which it may be looked up."""
+    """A group was cancelled. ``line`` is the run's record of that, as JSON. It may be looked up by ``names``."""
 
     number: int
     names: list[str]
@@ -162,7 +162,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step was trained, so its groups are removed. ``learned``: forecasts of the core that no count implies."""
+    """A step was trained, so its groups are removed. ``learned`` has forecasts of the core that no count implies."""
 
     step: int
     digest: bytes
@@ -189,7 +189,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A version has left the window. ``keeps``: its weights are kept."""
+    """A version has left the window. If ``keeps``, its weights are kept."""
 
     version: int
     keeps: bool
@@ -221,7 +221,7 @@ class WindowStands:
 class Checkpoint:
     """The durable state after all records before it (durable.py). It begins each segment.
 
-    ``ends``: [number, end position] of each earlier segment that exists.
+    ``ends`` has [number, end position] of each earlier segment that exists.
     """
 
     durable: bytes
@@ -230,8 +230,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class HostStands:
-    """A joined host and its epoch. ``marks``: digests of the tokens of its workers and pool, by name; None: the epoch
-    is over, and none of its processes may return.
+    """A joined host and its epoch. ``marks`` are digests of the tokens of its workers and pool, by name, or None if the
+    epoch is over and none of its processes may return.
     """
 
     name: str
@@ -281,7 +281,7 @@ def encoded(record: LogRecord) -> bytes:
 
 
 def decoded(code: int, body: bytes | memoryview) -> LogRecord:
-    """Decodes a record. ``code``: of its kind. Raises InvalidValue for malformed bytes."""
+    """Decodes a record. ``code`` is that of its kind. Raises InvalidValue for malformed bytes."""
     try:
         kind, values = KINDS[code], msgpack.unpackb(body, strict_map_key=False, unicode_errors=_TEXT_ERRORS)
         names = _NAMES[kind]
@@ -313,7 +313,7 @@ def prompt_of(values: list[Any]) -> Prompt:
 
 
 def only(tokens: Tokens, chosen: Column) -> Tokens:
-    """Returns only the chosen spans. ``chosen``: bool, one for each span."""
+    """Returns only the chosen spans. ``chosen`` has a bool for each span."""
     counts = tokens.counts.astype(np.int64)
     of_token = np.repeat(chosen, counts)
     kept = {index: position for position, index in enumerate(np.flatnonzero(chosen).tolist())}

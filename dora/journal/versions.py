@@ -20,7 +20,7 @@ class PersistedVersions:
     """Synchronous. Raises OSError if something cannot be written, and leaves nothing incomplete."""
 
     def __init__(self, folder: Path, *, repairs: bool = True) -> None:
-        """``repairs`` False: the folder is only read, and the result has the methods that read."""
+        """Without ``repairs`` the folder is only read, and the result has the methods that read."""
         self.folder = folder
         self._doubted: set[int] = set()  # versions of which a write or fsync failed last
         if not repairs:

@@ -33,7 +33,7 @@ class Ahead(Protocol):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the engine has reserved blocks for it. Without, KV waits in host memory."""
+        """Returns whether the engine has reserved blocks for it. Without, KV waits in host memory."""
 
     def start(self, key: str, prefix: Prefix) -> None:
         """Begins a snapshot with a first round of this key, in place of any other.
@@ -86,7 +86,7 @@ class Arrival:
         return self.body.nbytes + self.ahead_bytes
 
     def leads_to(self, ticket: str, epoch: int) -> bool:
-        """Whether a further round of this ticket and epoch may follow."""
+        """Returns whether a further round of this ticket and epoch may follow."""
         return (self.ticket, self.epoch) == (ticket, epoch) and self.is_whole and self.goes_on
 
     @property
@@ -118,7 +118,7 @@ class Arrivals:
     def expect(self, ticket: str, epoch: int, most_bytes: int, ahead: Ahead | None = None) -> None:
         """Expects one snapshot of this ticket from this epoch of a worker. Raises Conflict if too many are expected.
 
-        ``ahead``: the destination of all rounds but the last; None: rounds are stored here.
+        ``ahead`` is the destination of all rounds but the last; without it they are stored here.
         """
         with self._lock:
             if len(self._expected) >= EXPECTED_MAX:
@@ -137,8 +137,7 @@ class Arrivals:
     def take(self, key: str) -> tuple[bytes, list[Arrival]]:
         """Removes and returns head and rounds of an arrived snapshot; the first rounds may have been written ahead.
 
-        The head is the concatenation of the heads of all rounds. Raises NotFound if the snapshot has not arrived or was
-        taken.
+        The head is the concatenation of all rounds' heads. Raises NotFound if it has not arrived or was taken.
         """
         with self._lock:
             arrival = self._here.get(key)
@@ -158,7 +157,7 @@ class Arrivals:
     # Called by the connection that a snapshot arrives on.
 
     def check_opening(self, ticket: str, epoch: int, key: str, body_bytes: int, after: str = "") -> Arrival | None:
-        """Returns the round before this one, whose key is ``after``; None for a first round.
+        """Returns the round before this one, whose key is ``after``, or None for a first round.
 
         Raises SnapshotRefused if the round is not expected, is too large, or follows a round that is not here.
         """
@@ -188,7 +187,7 @@ class Arrivals:
         return before
 
     def may_land(self, ticket: str, epoch: int) -> bool:
-        """Whether a body may lie in a device's memory: it leaves that soon, for blocks of the engine."""
+        """Returns whether a body may lie in a device's memory: it leaves that soon, for blocks of the engine."""
         with self._lock:
             expected = self._expected.get((epoch, ticket))
         return expected is None or expected.ahead is None or expected.ahead.has_blocks

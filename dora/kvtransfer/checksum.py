@@ -20,7 +20,7 @@ Digest = Callable[[Iterable[Buffer]], bytes]
 
 
 def digest_with(checksum: Checksum, key: bytes) -> Digest:
-    """The function that computes the 16-byte checksum of consecutive buffers. ``key``: 32 bytes; unused by xxh3."""
+    """The function that computes the 16-byte checksum of consecutive buffers. ``key`` has 32 bytes; xxh3 ignores it."""
     return _xxh3 if checksum == "xxh3" else lambda parts: _keyed_blake3(parts, key)
 
 
@@ -36,14 +36,14 @@ class Seal:
     sums: tuple[bytes, ...]
 
     def fits(self, checksum: Checksum, chunk_bytes: int, body_bytes: int) -> bool:
-        """Whether these are the checksums of a body cut into such chunks."""
+        """Returns whether these are the checksums of a body cut into such chunks."""
         chunks = -(-body_bytes // chunk_bytes)
         return (
             checksum == self.checksum and chunks == len(self.sums) and (chunks == 1 or chunk_bytes == self.chunk_bytes)
         )
 
     def damaged(self, body: memoryview, key: bytes) -> int:
-        """The number of the first damaged chunk, counted from 1; 0: none."""
+        """The number of the first damaged chunk, counted from 1, or 0 if there is none."""
         digest = digest_with(self.checksum, key)
         for number, expected in enumerate(self.sums):
             at = number * self.chunk_bytes

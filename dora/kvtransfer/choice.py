@@ -16,7 +16,7 @@ class TransportChoice:
     """One thread sends and chooses; the thread that receives replies may call ``suspect`` and ``measure`` meanwhile."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """``names``: transports that both ends have, in order of preference."""
+        """``names`` are transports that both ends have, in order of preference."""
         self._usable = list(names)
         self._suspect: dict[str, str] = {}
         self._news: list[str] = []
@@ -58,7 +58,7 @@ class TransportChoice:
         return {name: self._suspect.pop(name) for name in list(self._suspect)}
 
     def take_suspect(self, name: str) -> str:
-        """Returns the reason to abandon this transport; empty: there is none."""
+        """Returns the reason to abandon this transport, or an empty text."""
         return self._suspect.pop(name, "")
 
     def take_news(self) -> list[str]:

@@ -59,7 +59,7 @@ _HEAD_START: Final = _PREAMBLE.size + 32
 class Opening:
     """The first part of a head: ``raw`` are its bytes; ``request`` has the outputs of the time when the copy began.
 
-    ``prefix``: the number of first blocks that do not travel with the snapshot, as its target has them.
+    ``prefix`` is the number of first blocks that do not travel with the snapshot, as its target has them.
     """
 
     raw: bytes
@@ -85,7 +85,7 @@ def opening_of(layout: KvLayout, request: RequestSpec, prefix: int = 0) -> Openi
 
 
 def closing_of(snapshot: KvSnapshot, opening: Opening, rounds: Sequence[int] = ()) -> bytes:
-    """Builds the closing. ``rounds``: blocks in each round of the body; empty: one round.
+    """Builds the closing. ``rounds`` has the blocks in each round of the body, and is empty for one round.
 
     Raises SnapshotRefused if the snapshot's parts contradict each other.
     """
@@ -155,8 +155,8 @@ def snapshot_of(
 ) -> KvSnapshot:
     """The snapshot of a head and of a body whose chunks were checked, in one or more pieces of whole rounds.
 
-    Its arrays are views of ``bodies``. ``ahead_bytes``: size of the first rounds, which are not in ``bodies``.
-    ``opening``: one decoded earlier; if it belongs to this head, the snapshot shares its prompt object.
+    Its arrays are views of ``bodies``. ``ahead_bytes`` is the size of the first rounds, which are not in ``bodies``.
+    ``opening`` was decoded earlier; if it belongs to this head, the snapshot shares its prompt object.
 
     Raises SnapshotRefused, naming the field, if the head is truncated, damaged or of another schema, or if it
     contradicts the body or itself.

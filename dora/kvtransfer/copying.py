@@ -39,22 +39,22 @@ class Rounds(Protocol):
 
     @property
     def opened(self) -> "Future[Any] | None":
-        """Completes when the first round can be read; after that, any thread may ask for rounds. None: only the
-        caller's thread may ask, and it must poll.
+        """Completes when the first round can be read; after that, any thread may ask for rounds. If it is None, only
+        the caller's thread may ask, and must poll.
         """
 
     @property
     def tokens(self) -> int:
-        """Response tokens of the snapshot; -1: the request still decodes."""
+        """Response tokens of the snapshot, or -1 while the request decodes."""
 
     def next_round(self) -> Round | None:
-        """The next round; None: not yet. Raises NotFound, NotMovable or TransferFailed if there is none."""
+        """The next round, or None if it must wait. Raises NotFound, NotMovable or TransferFailed if there is none."""
 
     def restarts(self) -> bool:
         """Called if a round did not arrive. Returns whether the copy may start again from the first block."""
 
     def close(self, error: DoraError | None) -> DoraError | None:
-        """Ends reading. ``error``: why the copy failed. Returns the cause if these bytes are at fault."""
+        """Ends reading. ``error`` says why the copy failed. Returns the cause if these bytes are at fault."""
 
 
 class CopyReply(Protocol):
@@ -153,7 +153,7 @@ class Copying:
             current.done.add_done_callback(lambda _done: self.proceed())
 
     def finish(self, error: DoraError | None = None) -> DoraError | None:
-        """Ends the copy after its last round, or after ``error``. Returns why it failed; None: all has arrived."""
+        """Ends the copy after its last round, or after ``error``. Returns why it failed, or None if all arrived."""
         error = error or self._take_arrived()
         self.current = None
         return self.rounds.close(None if self._is_cancelled else error) or error

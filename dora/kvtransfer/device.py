@@ -47,7 +47,7 @@ class OnDevice:
         return OnDevice(self._region, begin, (max(0, end - first), *self.shape[1:]))
 
     def reshape(self, *shape: int) -> "OnDevice":
-        """``shape``: -1, or the lengths of all axes."""
+        """``shape`` is -1, or has the lengths of all axes."""
         return OnDevice(self._region, self._begin, (self.nbytes,) if shape == (-1,) else shape)
 
     @property
@@ -106,7 +106,7 @@ class DeviceMemory(Protocol):
         """The type of its torch device."""
 
     def array(self, size_bytes: int) -> OnDevice | None:
-        """Returns memory of this size; None if too much is in use."""
+        """Returns memory of this size, or None if too much is in use."""
 
     def lent_bytes(self) -> int:
         """Bytes in use now."""

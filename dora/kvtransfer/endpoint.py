@@ -48,7 +48,7 @@ class RequestStore(Protocol):
         """Undoes ``reserve``. Unknown ids are ignored."""
 
     def accept(self, arrived: ArrivedSnapshot, row: int) -> None:
-        """Accepts an arrived request into its reservation. ``row``: its row in the service's request table.
+        """Accepts an arrived request into its reservation. ``row`` is its row in the service's request table.
 
         Raises as ``RolloutEngine.take_in``.
         """
@@ -64,7 +64,7 @@ class RequestStore(Protocol):
 
 
 class Endpoint:
-    """Called by one thread. ``plane``: None if no request can arrive or leave with its KV."""
+    """Called by one thread. ``plane`` is None if no request can arrive or leave with its KV."""
 
     def __init__(self, store: RequestStore, plane: DataPlane | None) -> None:
         self._store = store
@@ -80,7 +80,7 @@ class Endpoint:
         return self._plane
 
     def reserve(self, order: ReserveOrder) -> "Future[None] | None":
-        """Makes room, and expects one snapshot. Returns a future that completes once there is room; None: there is.
+        """Makes room, and expects one snapshot. Returns a future that ends once there is room, or None if there is.
 
         Raises Conflict or SnapshotRefused; the future may fail with the same.
         """

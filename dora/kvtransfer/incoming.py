@@ -272,7 +272,7 @@ class _Connection:
             self._stream.send(Kind.ARRIVED, {"key": key, "ahead": is_ahead})
 
     def _complete(self, key: str, head: bytes, sums: list[bytes], expected: bytes) -> str:
-        """Completes a snapshot after its sender's commit. Returns why it is refused; empty: it has arrived."""
+        """Completes a snapshot after its sender's commit. Returns why it is refused, or an empty text."""
         arrival = self._arrivals.find(key)
         if arrival is None:
             return "it is no longer expected"
@@ -301,7 +301,7 @@ class _Connection:
             use.end()
 
     def _refuse(self, key: str, reason: str, transport: bool = False, full: bool = False) -> None:
-        """``transport``: another transport might succeed; ``full``: so might this one, later."""
+        """With ``transport`` another transport might succeed, with ``full`` this one later."""
         use = self._uses.pop(key, None)
         if use is not None:
             self._void[key] = use

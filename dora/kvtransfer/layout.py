@@ -18,7 +18,7 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
-    """The first block that a layer reads for the token after ``kv_tokens`` tokens; ``window_tokens`` 0: it reads all.
+    """The first block that a layer reads for the token after ``kv_tokens`` tokens. Without a window it reads all.
 
     A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``). A state
     (``STATE``) lies in the block of the last token.
@@ -29,9 +29,7 @@ def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
 
 
 def block_counts(layout: KvLayout, kv_tokens: int, blocks: int, is_last: bool = True) -> list[int]:
-    """The blocks of each layer in a round of ``blocks`` blocks. Layers with a window or a state are in the last round
-    alone.
-    """
+    """The blocks of each layer in a round of ``blocks`` blocks. Layers with a window or state are in the last alone."""
     windowed, end = layout.windowed, blocks_for(kv_tokens, layout.block_tokens)
     in_window = {name: end - first_block(kv_tokens, layout.block_tokens, size) for name, size in windowed.items()}
     return [in_window[name] * is_last if name in windowed else blocks for name, _ in layout.layers]
@@ -44,7 +42,7 @@ def body_bytes_most(layout: KvLayout, tokens: int) -> int:
 
 
 def rng_draws(outputs: int, temperature: float) -> int:
-    """The position in a request's random stream: one draw per output, given ones included; 0 if greedy."""
+    """The position in a request's random stream: one draw per output, given ones included, or 0 if greedy."""
     return outputs if temperature > 0 else 0
 
 
@@ -72,7 +70,7 @@ def check_layout(found: KvLayout, expected: KvLayout) -> None:
 
 
 def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
-    """Whether two layouts differ only in the block size, and the interiors of their blocks are known."""
+    """Returns whether two layouts differ only in the block size, and the interiors of their blocks are known."""
     return (
         found.interiors == expected.interiors
         and found.block_tokens <= BLOCK_TOKENS_MAX
@@ -83,7 +81,7 @@ def _is_resized(found: KvLayout, expected: KvLayout) -> bool:
 
 
 def _of_interiors(layout: KvLayout) -> bool:
-    """Whether the interiors account for every byte of the blocks of all layers."""
+    """Returns whether the interiors account for every byte of the blocks of all layers."""
     made = [times * sum(outer * inner for outer, inner in strips) for times, strips in layout.interiors]
     windows = layout.windows or (0,) * len(layout.layers)
     times = [1 if window == STATE else layout.block_tokens for window in windows]

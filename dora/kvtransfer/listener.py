@@ -37,8 +37,8 @@ class Listener:
     def open(
         self, serve: Callable[[Stream, threading.Event], None], timeout_s: float, tls: Contexts | None = None
     ) -> None:
-        """Runs ``serve`` for each connection in a thread of its own, until the event is set. ``tls``: only for those of
-        the run's own processes.
+        """Runs ``serve`` for each connection in a thread of its own, until the event is set. ``tls`` is only for those
+        of the run's own processes.
         """
         self._tls = tls
         self._listening = threading.Thread(target=self._listen, args=(serve, timeout_s), name="kv-door", daemon=True)

@@ -18,7 +18,7 @@ WASTE_MAX: Final = 4  # a buffer is not used for a size smaller than its capacit
 
 class Memory(Protocol):
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """An array of this size; None if too much is in use. Raises SnapshotRefused if none can be allocated."""
+        """An array of this size, or None if too much is in use. Raises SnapshotRefused if none can be allocated."""
 
     def lent_bytes(self) -> int:
         """Bytes in use now."""
@@ -53,7 +53,7 @@ class Shelf(Generic[Item], ABC):
         return self._held_bytes
 
     def take(self, size_bytes: int) -> Item | None:
-        """An item of at least this capacity; None if too much is in use."""
+        """An item of at least this capacity, or None if too much is in use."""
         rounded_bytes = max(STEP_BYTES, -(-size_bytes // STEP_BYTES) * STEP_BYTES)
         with self._lock:
             self._free.extend(self._returned())
@@ -101,13 +101,13 @@ class BufferPool(Shelf[_Buffer]):
     """Host memory for received bytes. An array returns to the pool when it and all its views are gone."""
 
     def __init__(self, most_bytes: int, allocate: Callable[[int], np.ndarray] = _private) -> None:
-        """``allocate``: makes a uint8 array of this size."""
+        """``allocate`` makes a uint8 array of this size."""
         super().__init__(most_bytes)
         self._allocate = allocate
         self._back: deque[_Buffer] = deque()  # filled by finalizers, which take no lock
 
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """An array of this size; None if too much is in use."""
+        """An array of this size, or None if too much is in use."""
         buffer = self.take(size_bytes)
         if buffer is None:
             return None

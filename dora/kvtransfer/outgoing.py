@@ -51,9 +51,9 @@ class Pair:
         device: DeviceMemory | None = None,
         tls: Contexts | None = None,
     ) -> None:
-        """``senders``: by name, in order of preference; only those that the peer has too are used.
+        """``senders`` are by name, in order of preference; only those that the peer has too are used.
 
-        ``device``: bodies in its memory go straight to another device, where transport and target can.
+        Bodies in the memory of ``device`` go straight to another device, where transport and target can.
         """
         self.broken = ""
         self._own = own

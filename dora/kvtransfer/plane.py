@@ -93,7 +93,7 @@ class DataPlane:
         arena_bytes: int = 0,
         arena: Arena | None = None,
     ) -> None:
-        """``arena_bytes``: size of a pool's arena for received bodies. ``arena``: that of its previous epoch."""
+        """``arena_bytes`` is the size of a pool's arena for received bodies, ``arena`` that of its previous epoch."""
         if len(settings.secret) != SECRET_BYTES:
             raise InvalidValue("kv secret", f"{len(settings.secret)} bytes", f"{SECRET_BYTES} bytes")
         self._own = own = replace(own, is_sealed=settings.tls is not None and set(settings.transports) <= IN_STREAM)

@@ -39,7 +39,7 @@ class Replies:
         send_again: Callable[[Transfer], None],
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        """``send_again``: sends a snapshot again after its transport failed; called with ``lock`` held."""
+        """``send_again`` sends a snapshot again after its transport failed; called with ``lock`` held."""
         self._choice = choice
         self._send_again = send_again
         self._lock = lock or threading.RLock()
@@ -60,7 +60,7 @@ class Replies:
 
     @property
     def refused(self) -> str:
-        """The target's reason to refuse the snapshot being sent; empty: it has not refused it."""
+        """The target's reason to refuse the snapshot being sent, or an empty text."""
         return self._refused
 
     def committed(self, key: str, transfer: Transfer, transport: str, began_s: float) -> None:

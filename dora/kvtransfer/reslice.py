@@ -28,7 +28,7 @@ class _Whole:
 
     @property
     def heads(self) -> int:
-        """Consecutive heads of a block; 0: unknown."""
+        """Consecutive heads of a block, or 0 if unknown."""
         return self.interior[0]
 
     @property

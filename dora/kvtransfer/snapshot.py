@@ -59,7 +59,7 @@ class KvLayout:
 
     @property
     def digest(self) -> str:
-        """Equal for layouts whose blocks may be copied unconverted; names chunks of the KV tier."""
+        """Is equal for layouts whose blocks may be copied unconverted, and names chunks of the KV tier."""
         return blake3(json.dumps(asdict(self)).encode()).hexdigest(16)
 
     @property
@@ -86,12 +86,11 @@ class KvSnapshot:
 
     ``request`` has prompt, outputs, logprobs, sampling and version; the random stream is rebuilt from the seed and the
     number of draws. ``kv_tokens`` is ``len(prompt) + len(outputs) - 1``: the last sampled token has no KV yet. If the
-    request was extended and has not sampled since, its last environment tokens have none either.
-    ``blocks[layer]`` are the layer's blocks in one or more pieces, so that neither end has to join them: from the first
-    one that the layer still reads (``layout.first_block``) to the last, which may be partly filled; a state is a block.
-    An engine's own snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included:
-    the target has them already. ``state_tokens``: the tokens that the states were made of, as their engine counts them;
-    0 for a model without.
+    request was extended and has not sampled since, its last environment tokens have none either. ``blocks[layer]`` are
+    the layer's blocks in one or more pieces, so that neither end has to join them: from the first one that the layer
+    still reads (``layout.first_block``) to the last, which may be partly filled; a state is a block. An engine's own
+    snapshot shows its KV cache while the request is frozen. ``ahead`` earlier blocks are not included: the target has
+    them already. ``state_tokens`` counts the tokens of the states as their engine does, 0 for a model without.
     """
 
     layout: KvLayout

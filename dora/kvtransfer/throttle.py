@@ -9,7 +9,7 @@ BURST_S: Final = 0.05  # bytes of this many seconds may be sent at once
 
 
 class Throttle:
-    """A token bucket. ``bytes_per_s`` 0: no cap. ``clock`` and ``wait(seconds)`` are replaced by tests."""
+    """A token bucket. With ``bytes_per_s`` 0 there is no cap. ``clock`` and ``wait(seconds)`` are replaced by tests."""
 
     def __init__(
         self,

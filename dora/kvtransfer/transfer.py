@@ -26,8 +26,8 @@ class Sent:
 class Transfer:
     """A snapshot, or one round of it, in transit; the consecutive ``parts`` are its body.
 
-    The parts must not change until it is done or cancelled. ``after``: the key of the previous round. ``goes_on``:
-    another round follows. A body received from another worker has a ``seal``. A first round may follow a ``prefix``.
+    The parts must not change until it is done or cancelled. ``after`` is the key of the previous round. If it
+    ``goes_on``, another follows. A body from another worker has a ``seal``. A first round may follow a ``prefix``.
     """
 
     ticket: str

@@ -122,8 +122,8 @@ class Stream:
         self._poll.register(connected, select.POLLIN)
 
     def secure(self, contexts: Contexts | None, *, server: bool) -> None:
-        """Continues under TLS, before the first frame; None: in the clear. Raises TransferFailed for another end than a
-        process of the run.
+        """Continues under TLS, before the first frame, or in the clear if ``contexts`` is None. Raises TransferFailed
+        for another end than a process of the run.
         """
         if contexts is not None:
             plain = self._socket
@@ -162,7 +162,7 @@ class Stream:
             raise TransferFailed(self._said(error, "takes no bytes")) from error
 
     def is_readable(self, wait_s: float) -> bool:
-        """Whether a frame, or the end of the stream, arrives within the time."""
+        """Returns whether a frame, or the end of the stream, arrives within the time."""
         try:
             if isinstance(self._socket, SecureSocket):
                 return self._socket.is_readable(wait_s)

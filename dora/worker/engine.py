@@ -47,7 +47,7 @@ class RolloutEngine(Protocol):
 
     @property
     def device_memory(self) -> DeviceMemory | None:
-        """Memory on its device for KV that comes straight from another device; None: it passes through host memory."""
+        """Memory on its device for KV straight from another device, or None if KV passes through host memory."""
 
     @property
     def version(self) -> int | None:
@@ -57,10 +57,10 @@ class RolloutEngine(Protocol):
         """Replaces the weights in place by ``folder/*.safetensors`` (Hugging Face names) and separates caches by
         version.
 
-        Returns the canary as this engine computes it (for ``canary=None``: of a built-in prompt). Raises Conflict while
-        requests are held or expected, without a change; InvalidValue for missing, unknown or misshapen tensors, before
-        any weight is changed; CanaryMismatch if logprobs differ from ``canary`` by more than the tolerance or are not
-        finite. After the latter two ``version`` is None until a load succeeds.
+        Returns the canary as this engine computes it (of a built-in prompt if ``canary`` is None). Raises Conflict
+        while requests are held or expected, without a change; InvalidValue for missing, unknown or misshapen tensors,
+        before any weight is changed; CanaryMismatch if logprobs differ from ``canary`` by more than the tolerance or
+        are not finite. After the latter two ``version`` is None until a load succeeds.
         """
 
     def add(self, request: RequestSpec) -> None:
@@ -82,11 +82,11 @@ class RolloutEngine(Protocol):
     ) -> None:
         """Continues a kept request: appends environment tokens, then samples a turn as ``sampling`` says.
 
-        It precedes waiting requests without KV. With ``prompt_logprobs`` it gives its KV up and is prefilled whole.
-        ``after``: the environment tokens follow so many outputs, and later ones are dropped; None: all outputs. Raises
-        NotFound as ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no tokens,
-        tokens outside the vocabulary, more than the context has room for with one to sample, more outputs than there
-        are, or sampling that ``add`` would refuse. A refusal changes nothing.
+        It precedes waiting requests without KV. With ``prompt_logprobs`` it gives its KV up and is prefilled whole. The
+        environment tokens follow ``after`` outputs, by default all, and later ones are dropped. Raises NotFound as
+        ``freeze`` does; Conflict for a request that is not kept, or is frozen; InvalidValue for no tokens, tokens
+        outside the vocabulary, more than the context has room for with one to sample, more outputs than there are, or
+        sampling that ``add`` would refuse. A refusal changes nothing.
         """
 
     def step(self) -> list[TokenDelta]:
@@ -109,7 +109,7 @@ class RolloutEngine(Protocol):
         """Returns a frozen request's state and its KV from block ``first`` on, the partial last block included.
 
         Nothing is copied: the snapshot refers to the engine's blocks, which do not change until the request is removed
-        or thawed. ``first``: the number of blocks that ``full_blocks`` has shown in this segment.
+        or thawed. ``first`` is the number of blocks that ``full_blocks`` has shown in this segment.
 
         Returns None if the KV cannot move exactly (no token sampled yet, preempted, or a model whose state is more than
         one list of blocks): it must then be re-prefilled. The request stays frozen until it is removed or thawed.

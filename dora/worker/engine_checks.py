@@ -12,7 +12,7 @@ from dora.weights.canary import LOGPROB_MAX
 def check_request(request: RequestSpec, capability: EngineCapability, known: RequestSpec | None = None) -> None:
     """Raises InvalidValue for the first field that this engine cannot serve.
 
-    ``known``: the same request with fewer outputs, already checked.
+    ``known`` is the same request with fewer outputs, already checked.
     """
     outputs, prompt = len(request.output_token_ids), len(request.prompt_token_ids)
     if known is None:

@@ -69,7 +69,7 @@ class Gathering:
     def take(self, ends_only: bool = False) -> list[pb.TokenColumns]:
         """Removes and returns everything, in messages of about ``BATCH_BYTES``; rows of long prompts need several.
 
-        ``ends_only``: only requests that have ended.
+        ``ends_only`` limits this to requests that have ended.
         """
         gathered_of, left = self._gathered, {}
         if ends_only:

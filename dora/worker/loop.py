@@ -55,7 +55,7 @@ class EngineLoop(CommandLoop[Reporting]):
         clock: Callable[[], float] = time.monotonic,
         versions: Versions | None = None,
     ) -> None:
-        """``versions`` finds a version by its manifest's name; None: in the store that the service names."""
+        """``versions`` finds a version by its manifest's name, by default in the store that the service names."""
         if plane is not None:
             plane.use(engine.device_memory)
         self._engine = engine
@@ -148,7 +148,7 @@ class EngineLoop(CommandLoop[Reporting]):
             self._responses.extend(order.request_id, inputs, sampling, after)
 
     def _holds(self, request: RequestSpec, row: int, *, arrives: bool = False, computes: int = 0) -> None:
-        """Enters a request that the engine has taken. ``computes``: as in ``Reporting.begin``."""
+        """Enters a request that the engine has taken. ``computes`` is as in ``Reporting.begin``."""
         self._responder.begin(request.request_id, row, arrives=arrives, computes=computes, keeps=request.keeps)
         if self._responses is not None:
             self._responses.begin(request)

@@ -48,8 +48,8 @@ class SentPrefixes:
         done: "Future[Sent]",
         siblings: Mapping[str, tuple[SegmentId, int]],
     ) -> None:
-        """Enters a part of a first round that begins now. ``siblings``: requests that share blocks of it and of the
-        parts before it, their segment, and the count.
+        """Enters a part of a first round that begins now. ``siblings`` are requests that share blocks of it and of the
+        parts before it, with their segment and the count.
         """
         for request_id, (segment, blocks) in siblings.items():
             self._notes.pop(request_id, None)
@@ -58,7 +58,7 @@ class SentPrefixes:
             self._notes.popitem(last=False)
 
     def find(self, peer: Peer, request_id: str, segment: SegmentId) -> Prefix | None:
-        """Returns the first blocks of a request that are at this worker; None while they are being sent."""
+        """Returns the first blocks of a request that are at this worker, or None while they are being sent."""
         note = self._notes.get(request_id)
         if note is None or note.segment != segment or note.peer != (peer.worker_id, peer.epoch):
             return NO_PREFIX
@@ -93,8 +93,7 @@ class Prefixes:
     """At the target: first rounds whose blocks are present and may be claimed.
 
     A claim keeps its blocks until its reservation was taken in or released. Without a claim a round keeps no block
-    alone: ``sweep`` drops such rounds before the engine looks for free blocks. So there are never more rounds than
-    blocks.
+    alone: ``sweep`` drops such rounds before the engine looks for free blocks. So rounds never outnumber blocks.
     """
 
     def __init__(self, blocks: Blocks) -> None:

@@ -105,10 +105,10 @@ def measure(
 ) -> Measurement:
     """Times ``engine``, which has a version loaded and holds no request before and after.
 
-    ``clock``: monotonic seconds of a step. ``wall_clock``: for progress, if it is another clock. ``place``: the
-    engine's index among engines timed together; all run the same mixed workload, and each has its own order of batches.
-    Raises InvalidValue for a grid that the engine cannot run or an engine without a version, Conflict for one that
-    holds requests.
+    ``clock`` gives the monotonic seconds of a step, and ``wall_clock`` those of progress, if it is another clock.
+    ``place`` is the engine's index among engines timed together; all run the same mixed workload, and each has its own
+    order of batches. Raises InvalidValue for a grid that the engine cannot run or an engine without a version, Conflict
+    for one that holds requests.
     """
     wall_clock = wall_clock or clock
     capability = engine.capability

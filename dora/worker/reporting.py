@@ -25,7 +25,7 @@ class Reporting(Responder):
     """Reports to one service. A worker that continues under another service starts another one."""
 
     def __init__(self, engine: RolloutEngine, orders: Orders, period_s: float, clock: Callable[[], float]) -> None:
-        """``period_s``: between two reports; the service may change it."""
+        """``period_s`` is the time between two reports, which the service may change."""
         super().__init__(orders)
         self.period_s = period_s
         self._engine = engine
@@ -48,8 +48,8 @@ class Reporting(Responder):
         self, request_id: str, row: int, *, arrives: bool = False, computes: int = 0, keeps: bool = False
     ) -> None:
         """Enters a request that the engine has taken. The first token of one that ``arrives`` with KV, or whose reader
-        may wait for it, is reported at once. ``computes``: tokens whose KV it needs first; 0: it came with its KV.
-        ``keeps``: of a session.
+        may wait for it, is reported at once. ``computes`` counts the tokens whose KV it needs first, 0 if it came with
+        its KV. ``keeps`` marks one of a session.
         """
         self._has_sessions |= keeps
         self._sampled.name(request_id, row)
@@ -73,7 +73,7 @@ class Reporting(Responder):
         self._sampled.add(deltas)
 
     def report_due(self, has_work: bool) -> None:
-        """Reports if due. ``has_work``: more tokens will come soon."""
+        """Reports if due. ``has_work`` says that more tokens will come soon."""
         self._has_work = has_work
         if self._is_due(has_work):
             self.report()
@@ -134,7 +134,7 @@ class Reporting(Responder):
             self.answer_ahead(outcome)
 
     def answer(self, outcome: pb.WorkerOutcome, reports: bool = False) -> None:
-        """``reports``: report the load even if no tokens wait."""
+        """If ``reports``, the load is reported even if no tokens wait."""
         if self._sampled or reports:
             self.report()
         self.answer_ahead(outcome)

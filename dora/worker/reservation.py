@@ -47,9 +47,7 @@ class KvStore(KvBlocks, Protocol):
 
     @property
     def device_memory(self) -> DeviceMemory | None:
-        """Memory on the engine's device for KV that comes straight from another device; None: it passes through host
-        memory.
-        """
+        """Memory on the engine's device for KV straight from another one, or None if KV passes through the host."""
 
     def lend(self, block_ids: Sequence[Sequence[int]]) -> Mapping[str, Pieces]:
         """Returns some blocks as ``show`` does, but where they are: they must not change while they are read."""
@@ -85,7 +83,7 @@ class Reservation:
     ) -> None:
         """``make`` raises SnapshotRefused for a request that cannot be taken in; any thread may call it.
 
-        ``prefixes``: the engine's, if its requests can share blocks.
+        ``prefixes`` are the engine's, if its requests can share blocks.
         """
         self.own_ids = block_ids  # reserved blocks
         self.shared_ids: tuple[int, ...] = ()  # the request's first blocks, if it shares them with another one
@@ -109,7 +107,7 @@ class Reservation:
 
     @property
     def block_ids(self) -> list[int]:
-        """In the request's order; more than it needs."""
+        """The blocks in the request's order, more than it needs."""
         return [*self.shared_ids, *self.own_ids]
 
     @property
@@ -144,7 +142,7 @@ class Reservation:
         return opening
 
     def begun_with(self, request: RequestSpec) -> PreparedOpening | None:
-        """Returns the preparation of this request; None if there is none or it has another opening."""
+        """Returns the preparation of this request, or None if there is none or it has another opening."""
         begun = self._begun
         if begun is None or request.prompt_token_ids is not begun.opening.request.prompt_token_ids:
             return None
@@ -160,7 +158,7 @@ class Reservation:
 
         Returns False if it has no room here, the reservation is closed, or the blocks' layout differs or is unknown.
 
-        ``body``: the blocks of the first layer, then those of the second, in the layout's order.
+        ``body`` has the blocks of the first layer, then those of the second, in the layout's order.
         """
         first, odd = divmod(first_bytes, self._layout.block_bytes)
         count, more = divmod(body.nbytes, self._layout.block_bytes)

@@ -72,7 +72,7 @@ class _Response:
 class Responses:
     """Responses by request.
 
-    Bounded by ``most_bytes``: ended responses, and tokens since the service was lost. At the bound the worker stops
+    ``most_bytes`` bounds ended responses, and tokens since the service was lost. At the bound the worker stops
     stepping. The engine bounds the running ones.
     """
 
@@ -102,9 +102,7 @@ class Responses:
         )
 
     def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: SamplingParams, after: int) -> None:
-        """Adds the environment tokens of the next turn of a kept request after its first ``after`` tokens; the others
-        go.
-        """
+        """Adds the next turn's environment tokens after a kept request's first ``after`` tokens; the others go."""
         response = self._kept[request_id]
         self._ended_bytes -= response.size_bytes
         response.inputs = inputs_after(response.inputs, after, len(given_token_ids))
@@ -132,8 +130,8 @@ class Responses:
                 self._ended_bytes += response.size_bytes
 
     def settle(self, request_id: str) -> None:
-        """Forgets an ended response that the service has durably; of a session, which may go on, the rows of its turn.
-        Unknown ids are ignored.
+        """Forgets an ended response that the service has durably, or the rows of a turn if it is of a session, which
+        may go on. Unknown ids are ignored.
         """
         response = self._kept.get(request_id)
         if response is None or not response.beginning:
@@ -148,9 +146,7 @@ class Responses:
             self._ended_bytes -= response.size_bytes
 
     def clear(self) -> None:
-        """Forgets all, since another version is loaded. Ended, unsettled responses must be generated again if they were
-        lost.
-        """
+        """Forgets all, since another version is loaded. Unsettled responses must be generated again if lost."""
         self._kept.clear()
         self._ended_bytes = 0
 
@@ -167,7 +163,7 @@ class Responses:
         ]
 
     def come_back(self, goes_on: Mapping[str, int]) -> tuple[list[str], list[list[TokenDelta]]]:
-        """Reconnects. ``goes_on``: the service's token count of each request that continues.
+        """Reconnects. ``goes_on`` has the service's token count of each request that continues.
 
         Returns the other requests, which are forgotten, and the tokens that the service lacks, in rounds; each round is
         one report, because reports are bounded.

@@ -119,7 +119,6 @@ class EngineRounds:
         return Round(parts, head, goes_on=True, prefix=prefix, is_first=is_first, leaves=leaves)
 
     def _note(self, siblings: Mapping[str, tuple[SegmentId, int]], done: "Future[Sent]") -> None:
-        """Notes the requests that share blocks with this part of the first round and those before it."""
         self._first = done if len(self._rounds) == 1 else self._first
         assert self._first is not None
         self._sent.note(self._peer, self._first, done, siblings)

@@ -57,7 +57,7 @@ class StopWatch:
             self.completed_by(token_id)
 
     def completed_by(self, token_id: int) -> str:
-        """Returns the stop string that the next token completes, the first of several in the text; empty: none.
+        """Returns the stop string that the next token completes, the first of several in the text, or an empty one.
 
         None counts before ``min_tokens`` tokens.
         """

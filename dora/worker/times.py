@@ -15,7 +15,7 @@ SENT_EVERY_S: Final = 5.0  # while there is work
 
 @dataclass(slots=True)
 class _TimedRequest:
-    """A request that the engine holds. ``prompt_tokens`` 0: it came with its KV, and has no first token here."""
+    """A request in the engine. If it came with its KV, ``prompt_tokens`` is 0 and there is no first token here."""
 
     began_s: float
     prompt_tokens: int
@@ -63,7 +63,7 @@ class EngineTimes:
         self._has_changed = True
 
     def message(self, *, has_work: bool) -> pb.EngineTimes | None:
-        """Returns what to send now; None: it is unchanged, or was sent just before."""
+        """Returns the message to send now, or None if it is unchanged or was sent just before."""
         now_s = self._clock()
         if not self._has_changed or (has_work and now_s - self._sent_s < SENT_EVERY_S):
             return None

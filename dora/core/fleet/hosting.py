@@ -44,7 +44,7 @@ class Hosting:
     _moved: dict[int, Worker | None] = field(default_factory=dict)  # index -> its present worker
 
     def moved(self, index: int, worker: Worker | None) -> None:
-        """Marks a worker whose present or planned version changes in this event. None: the index has no worker."""
+        """Marks a worker whose present or planned version changes now. ``worker`` is None if the index has none."""
         self._moved[index] = worker
 
     def workers_of(self, version: int) -> Sequence[Worker]:
@@ -70,9 +70,7 @@ class Hosting:
         return self._loading.get(version, NOBODY)
 
     def columns(self, indexes: int) -> dict[str, Column]:
-        """Copies of the ``HOSTING_COLUMNS`` for the first ``indexes`` indexes, int64; ``NO_WORKER`` for an index
-        without worker.
-        """
+        """Int64 copies of ``HOSTING_COLUMNS`` for the first ``indexes`` indexes, ``NO_WORKER`` without a worker."""
         self._refresh()
         return self._columns.copies(indexes)
 

@@ -20,7 +20,7 @@ class Loads:
         self._changed.add(index)
 
     def columns(self, indexes: Sequence[Worker | None]) -> dict[str, Column]:
-        """Copies of the ``COLUMNS`` columns (int64); 0 for an index without worker."""
+        """Copies of the ``COLUMNS`` columns (int64), with 0 for an index without a worker."""
         for index in self._changed:
             self._loads[index] = load_row(indexes[index])
         self._changed.clear()

@@ -37,9 +37,9 @@ def keeping_full(
     """The counts of ``shares``, except that an older version keeps every worker that its KV still fills.
 
     Otherwise its requests would find no room on its other workers and would finish in place, on workers that their new
-    version waits for. ``present``: workers that hold each version now. ``full``: its KV in use, in workers. One worker
-    for each version with a share goes before that, and earlier deadlines go before later ones. ``newest`` gets the
-    remaining workers, possibly none: the others shrink as their responses end. The sum of counts is unchanged.
+    version waits for. ``present`` has the workers that hold each version now, and ``full`` those that its KV fills. One
+    worker for each version with a share goes before that, and earlier deadlines go before later ones. ``newest`` gets
+    the remaining workers, possibly none: the others shrink as their responses end. The sum of counts is unchanged.
     """
     versions = sorted({*shares, *present} - {newest})
     least = {version: min(1, shares.get(version, 0)) for version in versions}
@@ -56,7 +56,7 @@ def keeping_full(
 
 
 def settled(counts: Mapping[int, int], work: Mapping[int, float], goal: Mapping[int, int], hysteresis: float) -> bool:
-    """Whether the present ``counts`` are close enough to the proportional share to be kept.
+    """Returns whether the present ``counts`` are close enough to the proportional share to be kept.
 
     They are not if a version that should have a worker has none (or the reverse), or if some version's count differs
     from its share by more than rounding (half a worker) plus ``hysteresis`` of a worker.

@@ -11,9 +11,7 @@ QUEUE_SLOTS: Final = 2  # moves may over-subscribe a worker up to this many time
 
 @dataclass(slots=True)
 class Worker:
-    """One worker. ``loaded``, ``target``, ``loading``: the version in memory, the planned one, and the one being
-    loaded; -1: none.
-    """
+    """``loaded``, ``target`` and ``loading`` are the version in memory, the planned one and the loading one, or -1."""
 
     worker_id: str
     epoch: int
@@ -53,7 +51,7 @@ class Worker:
 
     @property
     def hosts(self) -> int:
-        """The version whose requests it takes; -1: none."""
+        """The version whose requests it takes, or -1."""
         return self.loaded if self.loaded == self.target and self.loading < 0 and not self.draining else -1
 
     @property
@@ -66,7 +64,7 @@ class Worker:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no request and no KV of one."""
+        """Returns whether it holds no request and no KV of one."""
         return not self.assigned and not self.kept
 
 

@@ -50,7 +50,7 @@ TRAINED_MIN: Final = 1e-3  # of a step's time: the least that counts as training
 
 @dataclass(frozen=True, slots=True)
 class StepSignals:
-    """One committed step's signals for the window. None: the trainer does not report it."""
+    """One committed step's signals for the window. A signal is None if the trainer does not report it."""
 
     took_s: float  # since the previous commit
     waited_s: float | None = None  # part of it in which the trainer waited for groups
@@ -103,7 +103,7 @@ class AdaptiveSize:
     def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
         """Records a committed step. Returns the window's change for later admissions, if any.
 
-        ``signals``: None if the step is not comparable, as when a trainer started again.
+        ``signals`` is None if the step is not comparable, as when a trainer started again.
         """
         self._steps += 1
         if signals is not None and signals.movement is not None:
@@ -250,7 +250,7 @@ class AdaptiveSize:
 
     @property
     def _looks_on(self) -> bool:
-        """Whether more steps of this size may be measured if the result is unclear."""
+        """Returns whether more steps of this size may be measured if the result is unclear."""
         return self._seen < PATIENCE * self._config.look_steps
 
     def _too_far(self) -> str:
@@ -293,7 +293,7 @@ class AdaptiveSize:
         self._rest_steps[size] = min(2 * steps, REST_MAX)
 
     def _rest_if_dear(self, trial: _Trial, pace: Pace) -> None:
-        """After a wider size has stayed: the rest of the narrower one that bounds the cost of its trials."""
+        """After a wider size has stayed, makes the narrower one rest, which bounds the cost of its trials."""
         dear = 1.0 / (1.0 + self._dearer(trial, pace)) - 1.0
         if trial.before < self.size:
             lost = (self.size + self._config.look_steps) * dear  # steps' worth, in one trial

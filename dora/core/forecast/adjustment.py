@@ -15,9 +15,9 @@ def groups_to_add(
 ) -> int:
     """The workers to add so that generation lags training by less than one more worker would gain.
 
-    ``delta``: the lag. A worker is added while ``delta >= gain_s(engines)``, the seconds that one worker more than
-    ``engines`` saves (None: ``even_gain_s``). If it saves nothing, for example because one response alone takes that
-    long, none is added. The result is at most ``most``. The trainer is never resized, as that would require its
+    ``delta`` is the lag. A worker is added while ``delta >= gain_s(engines)``, the seconds that one worker more than
+    ``engines`` saves (by default ``even_gain_s``). If it saves nothing, for example because one response alone takes
+    that long, none is added. The result is at most ``most``. The trainer is never resized, as that would require its
     restart. Raises InvalidValue for a value outside its domain.
     """
     for field, value in (("generation_s", generation_s), ("training_s", training_s)):

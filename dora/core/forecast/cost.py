@@ -61,9 +61,9 @@ class CostModel:
         return self.kv_token_s * kv_tokens + self.matmul_s(running)
 
     def kv_tokens_at(self, running: int, step_s: Number) -> Number:
-        """KV with which a decode step takes ``step_s``: the inverse of eq. 11. Below 0: shorter than a step without KV.
+        """KV with which a decode step takes ``step_s``: the inverse of eq. 11.
 
-        Requires that KV costs time (``kv_token_s``).
+        It is negative below the time of a step without KV. Requires that KV costs time (``kv_token_s``).
         """
         return (step_s - self.matmul_s(running)) / self.kv_token_s
 
@@ -73,9 +73,7 @@ class CostModel:
 
 
 def read_share(expert_fraction: float, shared_fraction: float, running: Number) -> Number:
-    """Share of all weights that a step of ``running`` requests reads, 0 to 1. The module's docstring has the
-    formula.
-    """
+    """Share of all weights that a step of ``running`` requests reads, 0 to 1. The module docstring has the formula."""
     return 1.0 - (1.0 - shared_fraction) * (1.0 - expert_fraction) ** running
 
 

@@ -43,9 +43,9 @@ _SLOPES = np.diff(_LOG_MILLS, append=_LOG_MILLS[-1])
 class Estimate:
     """The predicted length of one response of a group.
 
-    ``group_share``: share of the variance ``log_sd ** 2`` that the whole group has in common (uncertainty about the
-    prompt). The rest is each sibling's own. ``known_tokens``: empty, or the exact length of every sibling, which then
-    replaces the distribution.
+    ``group_share`` is the share of the variance ``log_sd ** 2`` that the whole group has in common (uncertainty about
+    the prompt). The rest is each sibling's own. ``known_tokens`` is empty, or has the exact length of every sibling,
+    which then replaces the distribution.
     """
 
     log_mean: float
@@ -54,9 +54,7 @@ class Estimate:
     known_tokens: tuple[int, ...] = ()
 
     def of_siblings(self, count: int) -> tuple[list[float], float]:
-        """``log_mean`` of each of ``count`` siblings, and ``log_sd`` of all. If lengths are known: exact means, and
-        0.
-        """
+        """``log_mean`` of each of ``count`` siblings, and ``log_sd`` of all. For known lengths, exact means and 0."""
         if self.known_tokens:
             return [math.log(tokens) for tokens in self.known_tokens], 0.0
         return [self.log_mean] * count, self.log_sd
@@ -101,9 +99,7 @@ def remaining_tokens(
 def survival_chance(
     log_mean: Column, log_sd: Column, tokens: Column, max_tokens: Column, ahead_tokens: Column
 ) -> Column:
-    """P[X > tokens + ahead | X > tokens]: the chance that a response runs for ``ahead`` more tokens. Shape (rows,
-    ahead).
-    """
+    """P[X > tokens + ahead | X > tokens]: the chance that a response runs ``ahead`` more. Shape (rows, ahead)."""
 
     def log_tail(score: Column) -> Column:
         return log_mills(score) - 0.5 * score * score
@@ -126,9 +122,7 @@ def running_chance(
     max_tokens: Column,
     ahead_tokens: Column,
 ) -> Column:
-    """The chance that a response runs for this many more tokens; 0 or 1 if all lengths are known. Shape (rows,
-    ahead).
-    """
+    """The chance that a response runs for this many more tokens, 0 or 1 if lengths are known. Shape (rows, ahead)."""
     if log_sd.any():
         return survival_chance(log_mean, log_sd, tokens, max_tokens, ahead_tokens)
     known: Column = remaining_tokens[:, None] > ahead_tokens
@@ -186,9 +180,7 @@ def longest_quantile(estimate: Estimate, group_size: int, q: float, max_tokens: 
 
 @lru_cache(maxsize=1024)
 def _longest_scores(group_size: int, q: float) -> tuple[float, float, float]:
-    """For the largest of ``group_size`` standard normals: the median, and the q-quantile's distance from it; then q's
-    score.
-    """
+    """For the largest of ``group_size`` standard normals, the median and the q-quantile's distance; then q's score."""
     if group_size < 1:
         raise InvalidValue("group_size", group_size, "at least 1")
     if not 0.0 < q < 1.0:

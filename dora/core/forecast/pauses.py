@@ -66,7 +66,7 @@ class Pauses:
         return min(TTL_MOST_S, exp(min(task.log_mean + TTL_SDS * sd, log(TTL_MOST_S))))
 
     def token_s(self, task_id: str | None = None) -> float:
-        """The pauses of a session for each token of its response; 0: unknown. ``task_id`` None: of all tasks."""
+        """The pauses of a session, of this task if given, for each token of its response, or 0 if unknown."""
         task = self._all if task_id is None else self._tasks.get(task_id, self._all)
         return task.paused_s / task.tokens if task.tokens else 0.0
 

@@ -36,8 +36,8 @@ class PromptTraits:
     """The properties of a prompt that are known before its responses.
 
     ``key`` identifies the prompt and stays the same over epochs. ``features`` are any finite numbers (the same ones for
-    every prompt). ``known_tokens`` are the lengths of the responses if they are known: empty, one for each sibling, or
-    one for all.
+    every prompt). ``known_tokens`` are the lengths of the responses if known: none, one for each sibling, or one for
+    all.
     """
 
     key: str
@@ -110,9 +110,7 @@ class _Means:
 
 
 class _Forgetting:
-    """A mean that decays over ``horizon`` values and is exact before that. It starts at ``value`` with weight
-    ``count``.
-    """
+    """A mean that decays over ``horizon`` values, exact before that. It starts at ``value`` with weight ``count``."""
 
     __slots__ = ("_horizon", "count", "value")
 

@@ -79,7 +79,7 @@ class Rates:
         self._publishes = 0
 
     def published(self, now_s: float) -> float | None:
-        """Records a publish. Returns the time since the previous one; None for the first step, which includes the
+        """Records a publish. Returns the time since the previous one, or None for the first step, which includes the
         start-up and is not counted.
         """
         self._publishes += 1
@@ -137,12 +137,12 @@ class Rates:
     def kv_step_s(self, groups: int, kv_tokens: float) -> float:
         """Duration of a step of ``groups`` groups if KV is always full: context-tokens over KV, times the pace.
 
-        0 while it is unknown.
+        Returns 0 while it is unknown.
         """
         return groups * self.group_work / kv_tokens * self.pace_s if kv_tokens else 0.0
 
     def full_step_s(self, groups: int, slots: int, kv_tokens: float) -> float:
-        """Duration of such a step if KV or slots are always full, whichever runs out first; 0: unknown."""
+        """Duration of such a step if KV or slots are always full, whichever runs out first, or 0 if unknown."""
         slots_s = groups * float(self.mix.tokens.sum()) / slots * self.pace_s if slots else 0.0
         slower = self.slowest_s / self.pace_s if self.pace_s else 1.0
         return slower * max(slots_s, self.kv_step_s(groups, kv_tokens))

@@ -6,7 +6,7 @@ from math import sqrt
 def samples_factor(staleness: float, movement: float, weight: float) -> float:
     """The samples to a level of reward at this mean staleness, relative to fresh ones.
 
-    ``weight``: ``window.staleness_cost``. A policy that is ``staleness`` steps of one direction away has a divergence
+    ``weight`` is ``window.staleness_cost``. A policy that is ``staleness`` steps of one direction away has a divergence
     of ``staleness ** 2 * movement``, whose square root this is linear in.
     """
     return 1.0 + weight * staleness * sqrt(movement)

@@ -39,7 +39,7 @@ class EvalRequest:
 
 @dataclass(slots=True, eq=False)
 class RunningEvaluation:
-    """One running evaluation. ``groups``: those begun and not fully scored, with their numbers of missing verdicts."""
+    """One running evaluation. ``groups`` has those not fully scored, with their numbers of missing verdicts."""
 
     evaluation_id: str
     version: int
@@ -79,11 +79,11 @@ class RunningEvaluations:
         return self._kv_tokens[worker_id]
 
     def longest_context(self, worker_id: str) -> int:
-        """The longest context of these requests, in tokens; 0: there is none."""
+        """The longest context of these requests, in tokens, or 0 if there is none."""
         return max((self.requests[name].context for name in self.placed.get(worker_id, ())), default=0)
 
     def youngest(self, worker_id: str) -> EvalRequest | None:
-        """The last of these requests to arrive; None: the worker runs none."""
+        """The last of these requests to arrive, or None if the worker runs none."""
         placed = self.placed.get(worker_id)
         return self.requests[next(reversed(placed))] if placed else None
 

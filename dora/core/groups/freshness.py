@@ -58,10 +58,10 @@ _RESTORED: Final = ("_lead", "_group_s", "_kept", "_stock", "_held_back")
 
 
 class Freshness:
-    """The number of groups wanted now. Until a step has been observed: as many as may begin."""
+    """The number of groups wanted now. Until a step has been observed, it is as many as may begin."""
 
     def __init__(self, freshness: float) -> None:
-        """``freshness``: share of a step's time that the trainer may wait for fresher groups; 0: none is held back."""
+        """The trainer may wait for fresher groups for ``freshness`` of a step's time. With 0 none is held back."""
         self._freshness = freshness
         self.price = 0.0  # of a version of staleness, as a share of the time to a level
         self._opened_s = self._filled_s = 0.0  # times at which the last step was requested and filled
@@ -87,7 +87,7 @@ class Freshness:
         self._filled_s = now_s
 
     def published(self, now_s: float, waited_s: float) -> None:
-        """The step was trained. ``waited_s``: the trainer's wait for groups; negative: unknown."""
+        """The step was trained. ``waited_s`` is the trainer's wait for groups, negative if unknown."""
         self._made_s = -inf
         if waited_s < 0.0:
             self._training_s.clear()
@@ -133,7 +133,7 @@ class Freshness:
 
     @property
     def acts(self) -> bool:
-        """Whether groups may be held back: only after the times of a step and of a group are known."""
+        """Returns whether groups may be held back: only after the times of a step and of a group are known."""
         return bool(self._freshness and self._training_s and self._group_s)
 
     def is_old(self, now_s: float, window: Window) -> bool:
@@ -149,8 +149,8 @@ class Freshness:
         return left
 
     def look(self, now_s: float, window: Window, pace_s: float, requests: Table, rows: Column, room: float) -> None:
-        """Makes the forecast. ``pace_s``: of a response's token, pauses included; 0: unknown. ``rows``: of unfinished
-        requests; ``room``: steps per second of all workers.
+        """Makes the forecast. ``pace_s`` is the time of a response's token, pauses included, or 0 if unknown. ``rows``
+        are those of unfinished requests, and ``room`` is the steps per second of all workers.
         """
         self._made_s, self._made_for, self._begun = now_s, (window.newest, window.step), 0
         self._look_step = max(LOOK_STEP, len(rows) / LOOK_REQUESTS)
@@ -170,7 +170,6 @@ class Freshness:
 
     @property
     def _permitted(self) -> float:
-        """The share of a step's time that the trainer may wait for fresher groups."""
         return max(self._freshness, SPREAD * self.price)
 
     def _usual_s(self) -> float:

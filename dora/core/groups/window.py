@@ -58,9 +58,7 @@ class Window:
         self.step, self.left = (1, groups) if taken == groups else (0, groups - taken)
 
     def places(self, groups: int, taken: int) -> int:
-        """The number of groups of version 0 that could be open with so many groups a step, ``taken`` of them in the
-        first.
-        """
+        """The number of version 0's groups that could be open with so many a step, ``taken`` of them in the first."""
         return groups * self.size - taken
 
     def restore(self, newest: int, step: int, left: int, left_behind: int, is_open: Iterable[tuple[int, int]]) -> None:
@@ -180,8 +178,7 @@ class Window:
     def takeable(self, deadline: int) -> bool:
         """Returns whether step ``s`` may take a group of this deadline and still meet every earlier one.
 
-        False while the step before is uncommitted, because the trainer has one step at a time, and while a version is
-        rejected.
+        False while the step before is uncommitted, as the trainer has one step at a time, or a version is rejected.
         """
         if self.left <= 0 or self.newest != self.step or deadline < self.step or self._rejected:
             return False
@@ -192,8 +189,7 @@ class Window:
         return f"{closed}step {self.step} takes {self.left} more; open groups by deadline {self._open}"
 
     def take(self, version: int, deadline: int) -> bool:
-        """Takes an open group into step ``s``. Returns True if that filled the step: the window is then at step ``s +
-        1``.
+        """Takes an open group into step ``s``. Returns True if that filled the step: the window is then at ``s + 1``.
 
         Raises IllegalTransition for a group that is not open, or that must not be taken before an earlier deadline.
         """
@@ -211,9 +207,7 @@ class Window:
         return True
 
     def close_short(self) -> None:
-        """Ends step ``s`` with the groups that it has, because prompts ran out. Raises IllegalTransition while a group
-        is open.
-        """
+        """Ends step ``s`` short, because prompts ran out. Raises IllegalTransition while a group is open."""
         if self.open_groups or self.left == self.groups_per_step or self._rejected:
             raise IllegalTransition(f"step {self.step} cannot end short: {self.summary()}")
         self.step += 1

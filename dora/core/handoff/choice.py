@@ -17,10 +17,10 @@ class Choice(Enum):
 
 
 def cheapest(cost: CostModel | None, context_tokens: float, held_up_s: float, *, slot: bool, pool: bool) -> Choice:
-    """The choice that costs the least time. Ties: the first in ``Choice``.
+    """The choice that costs the least time, among equal ones the first in ``Choice``.
 
-    ``held_up_s``: time that its worker is delayed if it stays. ``slot``: a worker has a free slot for it now. ``pool``:
-    a pool has room. Each copy counts its time once; an unmeasured prefill counts as typical.
+    ``held_up_s`` is the time that its worker is delayed if it stays. With ``slot`` a worker has a free slot for it now,
+    with ``pool`` a pool has room. Each copy counts its time once; an unmeasured prefill is typical.
     """
     known = cost or TYPICAL
     copy_s = context_tokens * known.copy_token_s

@@ -139,9 +139,7 @@ class Handoff:
     reason: str = SESSION  # one of REASONS
 
     def advance(self, signal: Signal) -> tuple[Action, ...]:
-        """Applies a signal and returns the actions. Raises IllegalTransition, without a change, if TABLE has no such
-        entry.
-        """
+        """Applies a signal; returns its actions. Raises IllegalTransition, without a change, if TABLE has no entry."""
         try:
             self.phase, actions = TABLE[self.phase, signal]
         except KeyError:

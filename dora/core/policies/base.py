@@ -45,13 +45,11 @@ class BasePolicy(ABC):
         return dispatcher.versions()
 
     def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """The worker's priority for its next request; zero or less means that it takes none. The default is its free
-        slots.
-        """
+        """The worker's priority for its next request, by default its free slots. With zero or less it takes none."""
         return worker.slots - worker.assigned
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
-        """The most requests that a worker of this version may hold for now. None: its room is the limit."""
+        """The most requests that a worker of this version may hold for now, or None if its room is the limit."""
         return None
 
     def even_share(self, dispatcher: Dispatcher, version: int) -> int | None:
@@ -68,14 +66,12 @@ class BasePolicy(ABC):
         return ceil((supply + assigned) / (len(hosts) + loading))
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether the request's KV fits, counting every request at its full length. An empty worker takes any
-        request.
-        """
+        """Returns whether the request's KV fits if each has its full length. An empty worker takes any."""
         need = dispatcher.context_tokens(row)
         return worker.is_empty or worker.kv_claimed + need <= worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """The prompt for the next group of ``version``. None: no group should begin."""
+        """The prompt for the next group of ``version``, or None if no group should begin."""
         return dispatcher.backlog.first()
 
     def dispatch(self, dispatcher: Dispatcher) -> None:
@@ -111,8 +107,8 @@ class BasePolicy(ABC):
                 self._place(dispatcher, row, heap, most)
 
     def _supply(self, dispatcher: Dispatcher, version: int) -> bool:
-        """Whether a request of this version waits. Admits groups if none does: those without a prompt wait for their
-        environment instead.
+        """Returns whether a request of this version waits. Admits groups if none does: those without a prompt wait for
+        their environment instead.
         """
         while not dispatcher.waiting_requests(version):
             if not dispatcher.backlog or dispatcher.admissible(version) < 1:

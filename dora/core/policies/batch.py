@@ -29,9 +29,7 @@ class SyncPolicy(BasePolicy):
         return Plan(dict.fromkeys(plannable(view).tolist(), version))
 
     def ready(self, dispatcher: Dispatcher) -> bool:
-        """A batch begins when all workers have loaded its version. Otherwise the first worker to load would take all of
-        it.
-        """
+        """A batch begins when all workers have loaded its version. Otherwise the first to load would take all of it."""
         hosts = [worker for version in dispatcher.versions() for worker in dispatcher.workers_of(version)]
         return len(hosts) >= dispatcher.groups() or any(worker.assigned for worker in hosts)
 
@@ -40,9 +38,7 @@ class SyncPolicy(BasePolicy):
             super().dispatch(dispatcher)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Only slots limit a worker. Requests that exceed its KV wait inside the engine, as in the systems of the
-        papers.
-        """
+        """Only slots limit a worker. Requests that exceed its KV wait inside the engine, as in the papers."""
         return True
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
@@ -72,5 +68,5 @@ class OneStepPolicy(SyncPolicy):
 
 
 def batch_open(dispatcher: Dispatcher) -> bool:
-    """Whether the current step lacks groups: fewer are open than it can still take."""
+    """Returns whether the current step lacks groups: fewer are open than it can still take."""
     return dispatcher.window.open_groups < dispatcher.window.left

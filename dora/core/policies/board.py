@@ -23,9 +23,7 @@ def context_tokens(requests: RequestColumns) -> Column:
 
 
 def staying(view: View, targets: Mapping[int, int]) -> Column:
-    """Whether each worker has its version in memory and keeps it (bool, by index). Requests may move to such a
-    worker.
-    """
+    """Returns whether each worker has its version in memory and keeps it (bool by index). Requests may move there."""
     workers = view.workers
     target = workers.target.copy()
     indexes = np.fromiter(targets, dtype=np.int64, count=len(targets))
@@ -35,8 +33,7 @@ def staying(view: View, targets: Mapping[int, int]) -> Column:
 
 
 class Board:
-    """The predicted load of each worker and place of each request. ``targets``: of the plan; {} means the present
-    targets.
+    """The predicted load of each worker and place of each request. ``targets`` are the plan's, {} the present ones.
 
     A strategy that counts a worker's load in another way overrides ``_add`` and ``_remove``.
     """
@@ -72,16 +69,14 @@ class Board:
         return rows[~self.stays[self.requests.worker[rows]]]
 
     def with_room(self, row: int, most_assigned: Column, most_kv: Column) -> Column:
-        """Whether each worker keeps this request's version and stays within these limits with the request (bool, by
-        index).
-        """
+        """Returns whether each worker keeps this row's version and has room within these limits (bool, by index)."""
         with_room: Column = (
             self.stays & (self.workers.loaded == self.requests.version[row]) & (self.assigned < most_assigned)
         )
         return with_room & (self.kv + self.context[row] <= most_kv)
 
     def index_of(self, row: int) -> int:
-        """The request's worker after the moves so far; -1: none."""
+        """The request's worker after the moves so far, or -1."""
         return self._to.get(row, int(self.requests.worker[row]))
 
     def move(self, row: int, index: int) -> None:
@@ -93,7 +88,7 @@ class Board:
     def set_aside(self, row: int, held_up_s: float) -> Choice:
         """Parks a request that no worker has room for, or drops its KV, if that costs less than keeping it.
 
-        ``held_up_s``: cost of keeping it. Without a pool the request stays.
+        ``held_up_s`` is the cost of keeping it. Without a pool the request stays.
         """
         if not self.pools:
             return Choice.STAY
@@ -107,10 +102,9 @@ class Board:
         return choice
 
     def relieve_engines(self, movable: Column) -> None:
-        """Parks requests of workers whose KV is about to run out. Their engines would preempt and recompute these
-        requests.
+        """Parks requests of workers whose KV is about to run out, as engines would preempt and recompute them.
 
-        ``movable``: by row, whether the request may be parked.
+        ``movable`` says by row whether the request may be parked.
         """
         if self.pools:
             above = PARK_ABOVE * self.workers.kv_tokens

@@ -63,14 +63,12 @@ class DoraPolicy(BasePolicy):
         return self.even_share(dispatcher, version)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
-        """Whether KV in use stays below the pressure. An empty worker takes any request."""
+        """Returns whether KV in use stays below the pressure. An empty worker takes any request."""
         kv_tokens = worker.kv_expected + dispatcher.context_tokens(row)
         return worker.is_empty or kv_tokens <= self.config.pressure * worker.kv_tokens
 
     def choose(self, dispatcher: Dispatcher, version: int) -> QueuedPrompt | None:
-        """The first prompt by arrival. An older version takes the first that ends before its deadline, or none while it
-        shrinks.
-        """
+        """The first prompt by arrival. An older version takes one that meets its deadline, none while it shrinks."""
         if version == dispatcher.newest or not dispatcher.rates.step_s:
             return dispatcher.backlog.first()
         if version in self._shrinking:

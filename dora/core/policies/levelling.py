@@ -98,7 +98,7 @@ class _Levelling(Board):
         return int(np.where(fits, slots - self.assigned, np.iinfo(np.int64).min).argmax())
 
     def _longest_on(self, index: int) -> int | None:
-        """The longest request of a worker that keeps its version, each returned once. Ties: the first row."""
+        """The longest request of a worker that keeps its version, the first of equal rows. Each is returned once."""
         rows = self._longest.get(index)
         if rows is None:
             on_index = self._far_from_end[self.requests.worker[self._far_from_end] == index]
@@ -107,7 +107,7 @@ class _Levelling(Board):
         return rows.pop() if rows else None
 
     def _gains(self, row: int, source: int, target: int) -> bool:
-        """Whether this request decodes markedly faster on the target, or its worker's KV is running out.
+        """Returns whether this request decodes markedly faster on the target, or its worker's KV is running out.
 
         A step that reads the weights for a few requests takes as long as one for many. If the cost of a step is
         unknown, every move counts as a gain.

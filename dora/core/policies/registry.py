@@ -13,9 +13,9 @@ from dora.errors import Conflict, InvalidValue, NotFound, one_of
 class Strategy:
     """A registered strategy. ``make`` builds it from its configuration, for example a subclass of ``BasePolicy``.
 
-    ``windows``: the fewest and the most live versions, if the strategy's definition limits them. In a narrower window
-    it would stall; in a wider one it would run as in its widest. ``by_freshness``: the core delays admission until a
-    step needs the groups (freshness.py). False for strategies that begin whole batches by definition.
+    ``windows`` are the fewest and the most live versions, if the strategy's definition limits them. In a narrower
+    window it would stall; in a wider one it would run as in its widest. With ``by_freshness`` the core delays admission
+    until a step needs the groups (freshness.py). It is False for strategies that begin whole batches by definition.
     """
 
     make: Callable[[BalanceConfig], Policy]
@@ -49,7 +49,7 @@ def register(name: str, strategy: Strategy | Callable[[BalanceConfig], Policy]) 
 def policy_of(config: BalanceConfig, window: WindowConfig | None = None) -> Policy:
     """The configured strategy. Raises NotFound with the nearest name.
 
-    ``window``: if given, it is checked. Raises InvalidValue if the strategy does not allow its sizes.
+    ``window`` is checked if it is given. Raises InvalidValue if the strategy does not allow its sizes.
     """
     strategy = POLICIES.get(config.policy)
     if strategy is None:
@@ -66,14 +66,14 @@ def nearest_window(policy: str, window: int, strategies: Mapping[str, Strategy] 
 
 
 def allows_any(policy: str, strategies: Mapping[str, Strategy] = POLICIES) -> bool:
-    """Whether the strategy allows every window, so that the window may change."""
+    """Returns whether the strategy allows every window, so that the window may change."""
     return policy not in strategies or strategies[policy].windows == (1, WINDOW_MAX)
 
 
 def check_window(
     policy: str, window: int, field: str = "window.size", strategies: Mapping[str, Strategy] = POLICIES
 ) -> None:
-    """Raises InvalidValue for a window that the strategy does not allow. ``field``: the setting that gave it."""
+    """Raises InvalidValue for a window that the strategy does not allow. ``field`` names the setting that gave it."""
     if nearest_window(policy, window, strategies) != window:
         raise _refused(policy, window, field, strategies)
 

@@ -128,9 +128,7 @@ class Queues:
 
 
 def migrate(board: RoutingBoard) -> None:
-    """Algorithm 5: routes requests queued beyond ``WAIT_MAX``, then redistributes the fastest host's if the slowest is
-    far behind.
-    """
+    """Algorithm 5: routes requests queued beyond ``WAIT_MAX``, then the fastest host's if the slowest is far behind."""
     for version in np.unique(board.workers.loaded[board.stays]).tolist():
         hosts = board.peers(version).tolist()
         for index in hosts:

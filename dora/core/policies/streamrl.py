@@ -21,8 +21,8 @@ LONG_PERCENTILE, REGULAR_PERCENTILE = 90, 50  # typical lengths of long and regu
 def dedicated_groups(lengths: Sequence[float], groups: int, latency_s: Callable[[int, float], float]) -> int:
     """Algorithm 2: the number of workers for the long tail of these estimated lengths. The others take the rest.
 
-    ``latency_s``: seconds of one worker for a number of samples of a mean length. As printed, the split minimises the
-    sum of both latencies. Returns 0 for a single worker, which takes all.
+    ``latency_s`` gives the seconds of one worker for a number of samples of a mean length. As printed, the split
+    minimises the sum of both latencies. Returns 0 for a single worker, which takes all.
     """
     longs = ceil(ALPHA * len(lengths))
     long_tokens, regular_tokens = np.percentile(lengths, (LONG_PERCENTILE, REGULAR_PERCENTILE)).tolist()

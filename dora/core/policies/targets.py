@@ -20,7 +20,7 @@ def cover(view: View, targets: dict[int, int]) -> None:
     """Gives one of the workers in ``targets`` to each version that requests wait for and that has none.
 
     It prefers a worker that has the weights, then the one with the least KV. It never takes a version's last worker
-    while requests wait for that version. If workers are too few, the oldest versions go first: they have the earliest
+    while requests wait for that version. If workers are too few, the oldest versions go first, with the earliest
     deadlines.
     """
     workers, waited = view.workers, waiting_versions(view)

@@ -19,8 +19,7 @@ class Load:
 
     The paper discards a view until every command has taken effect. Here the core owns each request from the moment that
     it is sent, and a worker hosts a version only after it acknowledged the load. Only engine reports lag. So
-    ``running`` counts owned requests, and ``kv_tokens`` includes requests that were given or sent since the last
-    report.
+    ``running`` counts owned requests, and ``kv_tokens`` includes requests given or sent since the last report.
     """
 
     running: int
@@ -42,16 +41,14 @@ class Load:
 
 
 def load_of(worker: Worker) -> Load:
-    """The worker's load. ``waiting`` and most of the KV come from its last report, which is ignored if it holds
-    nothing.
-    """
+    """The worker's load. ``waiting`` and most of the KV come from its last report, ignored if it holds nothing."""
     waiting = min(worker.assigned, worker.waiting)
     kv_tokens = worker.kv_expected if worker.assigned else 0
     return Load(worker.assigned - waiting, waiting, kv_tokens, worker.slots, worker.kv_tokens)
 
 
 def throughput(load: Load, cost: CostModel | None) -> float:
-    """T_i (eq. 2): tokens per second. If the cost is unknown: the running requests, assuming equal step times."""
+    """T_i (eq. 2): tokens per second. If the cost is unknown, it is the running requests, assuming equal step times."""
     return float(load.running) if cost is None else cost.tokens_per_s(load.running, load.kv_tokens)
 
 
@@ -59,8 +56,7 @@ def relative_gain(load: Load, tokens: int, cost: CostModel | None) -> float:
     """The marginal gain (eq. 3) of routing a trajectory with this context here, as a share of the ideal one (eq. 4).
 
     Algorithm 3 prints k1 k2 l in eq. 4. It is read as k1 l, since KV is counted in tokens and k1 is the time of one. If
-    the cost is unknown, the gain falls from 1 to ``MU`` with the slots and KV in use, so any request that fits is
-    taken.
+    the cost is unknown, the gain falls from 1 to ``MU`` with the slots and KV in use: any request that fits is taken.
     """
     if not load.takes(tokens):
         return 0.0
@@ -91,17 +87,14 @@ class RoutingBoard(Board):
         )
 
     def on(self, index: int) -> list[int]:
-        """Movable requests of a worker, those with the fewest tokens first: an engine queues the requests that did the
-        least.
+        """Movable requests of a worker, those with the fewest tokens first: an engine queues those that did the least.
 
         Requests that were routed here since the view come last.
         """
         return list(self._on[index])
 
     def route(self, row: int, indexes: Iterable[int]) -> bool:
-        """Routes the request to the one of ``indexes`` with the largest gain. False if none reaches ``MU``; it then
-        stays.
-        """
+        """Routes the request to the one of ``indexes`` with the largest gain. Returns False if none reaches ``MU``."""
         tokens = int(self.context[row])
         gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]
         gain, place = max(gains, default=(0.0, 0))
@@ -111,10 +104,7 @@ class RoutingBoard(Board):
         return True
 
     def clear(self, index: int) -> bool:
-        """Routes all requests of a worker to other hosts of its version.
-
-        Returns False, and changes nothing, if one of them must stay.
-        """
+        """Routes a worker's requests to its version's other hosts. Returns False, without a change, if one stays."""
         if self._fixed[index]:
             return False
         counts = self.assigned.copy(), self.waiting.copy(), self.kv.copy()

@@ -131,13 +131,13 @@ def admissible(state: State, version: int) -> int:
 
 
 def _pace_s(state: State, rows: Column) -> float:
-    """The time of one token of these responses: sampled, and its part of the pauses of sessions; 0: unknown."""
+    """The time of one token of these responses: sampled, and its part of the pauses of sessions, or 0 if unknown."""
     pace_s, session = state.rates.pace_s, state.requests["session"][rows]
     return pace_s + state.pauses.token_s() * float(session.mean()) if pace_s and session.any() else pace_s
 
 
 def _steps_per_s(state: State) -> float:
-    """Tokens per second of all staying workers with their KV or slots always in use; 0: unknown."""
+    """Tokens per second of all staying workers with their KV or slots always in use, or 0 if unknown."""
     slots = sum(worker.slots for worker in state.workers.values() if not worker.draining)
     step_s = state.rates.full_step_s(state.window.groups_per_step, slots, state.hosting.staying()[1])
     return 1.0 / (LOSS * step_s) if step_s else 0.0
@@ -177,7 +177,7 @@ def enter(
 ) -> list[int]:
     """Fills the cells of newly admitted groups and of their waiting requests. Returns the requests' expected tokens.
 
-    ``rows``: allocated, one a response, group by group.
+    ``rows`` are allocated, one a response, group by group.
     """
     groups, sizes = state.groups.allocate(len(prompts)), [prompt.group_size for prompt in prompts]
     of_group: tuple[tuple[str, Any], ...] = (
@@ -229,7 +229,7 @@ def request_ids(group_id: str, size: int) -> list[str]:
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
-    """The id of a session that has replaced others ``attempt`` times. ``request_id``: of any of them."""
+    """The id of a session that has replaced others ``attempt`` times. ``request_id`` is that of any of them."""
     first = request_id.partition("~")[0]
     return f"{first}~{attempt}" if attempt else first
 
@@ -241,5 +241,4 @@ def _expected_tokens(estimate: Estimate, prompt: on.OfferedPrompt) -> list[int]:
 
 
 def _mean_tokens(log_mean: float, log_sd: float, max_tokens: int) -> int:
-    """Mean of a lognormal belief, at least one token and at most the response's limit."""
     return max(1, round(min(exp(min(log_mean + log_sd * log_sd / 2, LOG_TOKENS_MAX)), max_tokens)))

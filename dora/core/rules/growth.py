@@ -19,9 +19,7 @@ from dora.data.growth import has_decided
 
 
 def begin(state: State, group: int) -> Sequence[int]:
-    """Leaves the members beyond the least size dormant in a group that was just entered. Returns the rows of the
-    others.
-    """
+    """Leaves the members of a new group beyond the least size dormant. Returns the rows of the others."""
     rows, at_once = state.members[group], int(state.groups["at_once"][group])
     late = rows[at_once:]
     if late:
@@ -65,6 +63,5 @@ def _skip(state: State, group: int) -> None:
 
 
 def _dormant(state: State, group: int) -> list[int]:
-    """Takes a group off those that have dormant members. Returns their rows."""
     del state.undecided[group]
     return [row for row in state.members[group] if state.requests["status"][row] == DORMANT]

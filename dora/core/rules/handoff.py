@@ -17,8 +17,8 @@ REFUSED_REST_S = 1.0  # pause before a worker without room for a parked request 
 
 
 def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) -> None:
-    """Asks ``target`` to accept the request of ``row``; the source continues to decode. A session whose next turn
-    waits leaves its queue. ``reason``: one of REASONS.
+    """Asks ``target`` to accept the request of ``row``; the source continues to decode. A session whose next turn waits
+    leaves its queue. ``reason`` is one of REASONS.
     """
     source = state.owner(row)
     if state.requests["status"][row] == WAITING:
@@ -29,7 +29,7 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
 
 
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
-    """Asks ``target`` to accept a parked request that has just left its queue. ``reason``: one of REASONS."""
+    """Asks ``target`` to accept a parked request that has just left its queue. ``reason`` is one of REASONS."""
     _begin(state, HandoffKind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
 
 

@@ -89,7 +89,7 @@ def _finish(state: State, row: int) -> None:
 
 
 def complete(state: State, row: int, broken_off: str = "") -> None:
-    """Ends a response that is on no worker. ``broken_off``: the reason if its environment has not ended it."""
+    """Ends a response that is on no worker. ``broken_off`` is the reason if its environment has not ended it."""
     requests = state.requests
     group = int(requests["group"][row])
     requests["status"][row] = FINISHED
@@ -292,7 +292,7 @@ def _staleness(state: State, step: int) -> float:
 
 
 def _adapt(state: State, event: on.StepCommitted, took_s: float | None, staleness: float) -> None:
-    """Passes the step to an adaptive window (``took_s`` None: unknown), and resizes the window if that decides so."""
+    """Passes the step to an adaptive window, and resizes it as that decides. ``took_s`` is None if unknown."""
     disturbed, state.step_disturbed = state.step_disturbed, False
     if state.adaptive is None:
         return

@@ -53,8 +53,7 @@ def _adopt(state: State, worker: Worker, event: on.WorkerJoined) -> None:
 
 def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
     """The rows of those requests that a reattached worker, which hosts ``version``, may continue: they wait, are of
-    that version, on no other worker, and this one has all tokens that the service has. ``requests``: its tokens of
-    each.
+    that version, on no other worker, and this one has all of the service's tokens. ``requests`` has its tokens of each.
     """
     known = [(state.request_row[name], held) for name, held in requests.items() if name in state.request_row]
     if not known:
@@ -69,7 +68,7 @@ def adoptable(state: State, version: int, requests: Mapping[str, int]) -> list[i
 
 def keepable(state: State, version: int, requests: Mapping[str, int]) -> list[int]:
     """The rows of those sessions between two turns of which a reattached worker has exactly what was sampled and given
-    before the next turn. ``requests``: its tokens of each.
+    before the next turn. ``requests`` has its tokens of each.
     """
     columns = state.requests.columns("status", "version", "tokens", "input_tokens", "pool", "worker", "moving")
     found: list[int] = []
@@ -123,8 +122,7 @@ def drain(state: State, event: on.DrainRequested) -> None:
 def settle(state: State, indexes: Iterable[int]) -> None:
     """Loads target versions into workers that are empty and ready; lets drained ones leave.
 
-    A target whose weights are deleted waits for the next plan, and one that is not yet on the worker's host for its
-    arrival.
+    A target whose weights are deleted waits for the next plan, and one that the worker's host lacks for its arrival.
     """
     for index in indexes:
         worker = state.worker_list[index]

@@ -53,9 +53,7 @@ def arrive(state: State, row: int, worker: Worker) -> None:
 
 
 def queue_again(state: State, row: int) -> None:
-    """Puts a request that does not run first in the queue of its version; an idle session awaits its next turn
-    instead.
-    """
+    """Puts a request that does not run first in its version's queue; an idle session awaits its next turn instead."""
     if state.requests["status"][row] == IDLE:
         return
     state.wait_first(row)

@@ -164,9 +164,7 @@ def _rejected(state: State, rejection: do.RejectVersion) -> None:
 
 
 def _ask_another(state: State, version: int, suspect: SuspectVersion, working: Sequence[Worker]) -> None:
-    """Chooses the worker that tries the version next, if none does: one that is loading it, else the one with least
-    work.
-    """
+    """Chooses the worker that tries the version next, if none does: one that loads it, else the one with least work."""
     if any(worker.worker_id == suspect.second and not _has_refused(suspect, worker) for worker in working):
         return
     taken = {other.second for other in state.suspects.values() if other is not suspect}

@@ -135,7 +135,6 @@ def _done(event: on.Restored) -> set[str]:
 
 
 def _enter_all(state: State, event: on.Restored) -> Column:
-    """Fills the cells of all groups and requests. Returns the requests' rows."""
     requests, groups, restored = state.requests, state.groups, event.requests
     requests.take(restored.rows)
     rows: Column = restored.rows.astype(np.int64)

@@ -72,8 +72,8 @@ def requested(state: State, event: on.TurnRequested) -> None:
 
 
 def check_requested(event: on.TurnRequested, prompt_tokens: int, tokens: int) -> None:
-    """``prompt_tokens`` and ``tokens``: of the session's branch. Raises InvalidValue, or Conflict for a session that
-    has no prompt and gets none.
+    """``prompt_tokens`` and ``tokens`` are those of the session's branch. Raises InvalidValue, or Conflict for a
+    session that has no prompt and gets none.
     """
     if event.tokens < 1:
         raise InvalidValue("tokens", event.tokens, "at least 1 given token")
@@ -180,8 +180,8 @@ def _cancel(state: State, row: int, reason: str) -> None:
 
 
 def may_replace(state: State, attempt: int, spared: int, *, is_spared: bool) -> bool:
-    """Returns whether a session may be replaced once more. ``attempt``: replacements before it; ``spared``: of these,
-    those for the fault of another session. ``is_spared``: this one is, too.
+    """Returns whether a session may be replaced once more. ``attempt`` counts the replacements before it, and
+    ``spared`` those of them for the fault of another session. ``is_spared`` says that this one is, too.
     """
     return attempt < ATTEMPTS_MAX and (is_spared or attempt - spared < state.config.sessions.replacements)
 
@@ -270,9 +270,7 @@ def _by_pause(state: State, worker: Worker) -> list[int]:
 
 
 def make_room(state: State) -> None:
-    """Sets aside the KV of the longest pause on a worker with a free slot, if a request or the next prompt waits for
-    that KV.
-    """
+    """Sets aside the KV of the longest pause on a worker with a free slot, if a request or prompt waits for that KV."""
     if not state.idle:
         return
     for version, need in _needs(state):

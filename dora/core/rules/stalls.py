@@ -25,7 +25,7 @@ REPORT_GAP_S: Final = 2.0  # a pause between two reports counts as at most this,
 
 
 def reported(state: State, worker: Worker, grew: bool) -> None:
-    """Notes a worker's report. ``grew``: it brought tokens or ends of requests."""
+    """Notes a worker's report. ``grew`` says whether it brought tokens or ends of requests."""
     since_s, worker.reported_s = state.now_s - worker.reported_s, state.now_s
     most_s = max(REPORT_GAP_S, 2e-3 * state.config.workers.report_period_ms)
     if grew:
@@ -45,7 +45,7 @@ def _is_expected(state: State, worker: Worker) -> bool:
 
 def patience_s(state: State, worker: Worker) -> float:
     """The limit of a worker's time without a token: by its own pace, and by the time that the prefill of its longest
-    context may take. ``workers.stall_timeout_s`` at most, and as long as nothing is known of the pace.
+    context may take. It is at most ``workers.stall_timeout_s``, which also applies while the pace is unknown.
     """
     most_s, pace_s, cost = state.config.workers.stall_timeout_s, state.rates.pace_s, state.config.balance.cost
     if not pace_s:

@@ -50,10 +50,7 @@ def lock_pages(address: int, size_bytes: int) -> str:
 
 
 class Arena:
-    """Allocates at most ``most_bytes`` in one file. Thread-safe.
-
-    Raises InvalidValue if the file cannot be created.
-    """
+    """Allocates at most ``most_bytes`` in one file. Thread-safe. Raises InvalidValue if the file cannot be created."""
 
     def __init__(self, folder: Path, owner: str, most_bytes: int, pin: Pin = lock_pages) -> None:
         """``folder`` contains this ``owner``'s folder, as ``SegmentPool`` creates and removes it."""
@@ -79,7 +76,7 @@ class Arena:
         self._address = int(np.frombuffer(self._mapped, np.uint8, 1).ctypes.data)
 
     def array(self, size_bytes: int) -> np.ndarray | None:
-        """Memory for a body; None if no free range is large enough. It is freed with the array and all its views.
+        """Memory for a body, or None if no free range is large enough. It is freed with the array and all its views.
 
         Raises SnapshotRefused if the file system is full.
         """

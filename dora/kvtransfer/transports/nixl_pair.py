@@ -68,7 +68,7 @@ _WHEELS: Final = ("nixl_cu12", "nixl_cu13", "nixl")  # packages of the same libr
 
 
 def nixl_package() -> str:
-    """The name of the installed NIXL package; empty: none."""
+    """The name of the installed NIXL package, or an empty text."""
     return next((name for name in _WHEELS if importlib.util.find_spec(name) is not None), "")
 
 

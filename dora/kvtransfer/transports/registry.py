@@ -23,7 +23,7 @@ from dora.kvtransfer.wire import Stream
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The parts of a data plane that transports use. ``owner``: the other end's epoch, which names its segments."""
+    """The parts of a data plane that transports use. ``owner`` is the other end's epoch, which names its segments."""
 
     owner: str
     folder: Path
@@ -35,7 +35,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """``available``: whether this process could use the transport, determined without an import."""
+    """``available`` says whether this process could use the transport, determined without an import."""
 
     sender: Callable[[Resources, Stream], Sender]
     receiver: Callable[[Resources, Stream], Receiver]

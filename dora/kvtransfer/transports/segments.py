@@ -65,7 +65,7 @@ class MappedFile(Sized):
 
     @property
     def lent(self) -> bool:
-        """Whether the target may still read it."""
+        """Returns whether the target may still read it."""
         return self._mapped[_RETURNED_AT : _RETURNED_AT + MARK_BYTES] != self.mark
 
     def lend(self) -> None:
@@ -93,7 +93,7 @@ class SegmentPool(Shelf[MappedFile]):
         self._lent: list[MappedFile] = []
 
     def lend(self, size_bytes: int) -> MappedFile | None:
-        """A segment, lent until the target returns it or ``discard`` is called; None if too much is lent."""
+        """A segment, lent until the target returns it or ``discard`` is called, or None if too much is lent."""
         segment = self.take(size_bytes)
         if segment is not None:
             with self._lock:

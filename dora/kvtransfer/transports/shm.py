@@ -26,7 +26,7 @@ class ShmSender(Sender):
     chunk_bytes: ClassVar = 4 << 20
 
     def __init__(self, segments: SegmentPool, folder: Path, target: str) -> None:
-        """``target``: the owner of an arena that this pair may write to, if any."""
+        """``target`` is the owner of an arena that this pair may write to, if any."""
         self._segments = segments
         self._folder, self._target = folder, target
         self._arena: MappedArena | None = None

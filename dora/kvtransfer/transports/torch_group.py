@@ -23,7 +23,7 @@ _TAG: Final = 0
 
 
 def make_group(backend: str, store: Any, rank: int, host: str, timeout_s: float) -> Any:
-    """Creates one rank of a pair. ``host``: this end's address, for gloo. Blocks until the other rank has joined."""
+    """Creates one rank of a pair. ``host`` is this end's address, for gloo. Blocks until the other rank has joined."""
     import torch.distributed as distributed
 
     timeout = timedelta(seconds=timeout_s)

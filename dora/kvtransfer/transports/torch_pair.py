@@ -208,7 +208,7 @@ class _Stage:
 
 
 def _is_worth_a_message(part: memoryview) -> bool:
-    """Whether to send a part in place; torch accepts only writable memory."""
+    """Returns whether to send a part in place; torch accepts only writable memory."""
     return part.nbytes >= DIRECT_BYTES and not part.readonly
 
 

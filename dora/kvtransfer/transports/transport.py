@@ -84,7 +84,7 @@ class Sender(ABC):
         return  # nothing to do for most transports
 
     def if_refused(self) -> Callable[[], object]:
-        """The cleanup for the case that the target refuses the body just sent. Any thread may run it."""
+        """Returns the cleanup for the case that the target refuses the body just sent. Any thread may run it."""
         return lambda: None
 
     def abandon(self) -> None:
@@ -107,7 +107,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def begin(self, opening: dict[str, Any], body_bytes: int, pool: Memory | DeviceMemory) -> Landing:
-        """Memory for a body. ``opening``: the sending half's parameters. ``pool``: of the host, or of a device."""
+        """Memory for a body. ``opening`` has the sending half's parameters. ``pool`` is the host's or a device's."""
 
     @abstractmethod
     def chunk(self, stream: Stream, frame: Frame, target: memoryview, digest: Digest) -> Sum:

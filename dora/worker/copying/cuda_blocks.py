@@ -75,8 +75,8 @@ class DeviceStore:
         landing_bytes: int = 0,
         streams: Streams | None = None,
     ) -> None:
-        """``tensors``: by layer. ``groups``: the group of each layer. ``streams``: of the tensors' device, by default.
-        ``landing_bytes``: the device's memory for KV that comes straight from another device; 0: none does.
+        """``tensors`` and ``groups`` are by layer. ``streams`` are by default the device's. ``landing_bytes`` is the
+        device's memory for KV that comes straight from another device, or 0 if none does.
 
         Raises RuntimeError as ``LayerRows`` and ``CudaStreams`` do.
         """

@@ -53,7 +53,7 @@ class Landings:
     """A ``DeviceMemory``. Memory is free again when an array and all its slices are gone. Thread-safe."""
 
     def __init__(self, kind: str, most_bytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
-        """``allocate``: returns memory that nothing reads or writes any more. Raises RuntimeError if there is none."""
+        """``allocate`` returns memory that nothing reads or writes. It raises RuntimeError if there is none."""
         self.kind: Final = kind
         self._most_bytes = most_bytes
         self._allocate = allocate

@@ -20,7 +20,7 @@ _NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint
 
 
 class TensorMisfit(RuntimeError):
-    """A KV tensor does not consist of separate blocks. ``field``: its shape or its stride, which shows that."""
+    """A KV tensor does not consist of separate blocks. ``field`` is its shape or its stride, which shows that."""
 
     def __init__(self, tensor: torch.Tensor, field: str, finding: str) -> None:
         self.field = field
@@ -30,7 +30,7 @@ class TensorMisfit(RuntimeError):
 class LayerRows:
     """One layer's tensor: ``cells`` is a view of shape (blocks, ...), whose rows are blocks in memory order.
 
-    ``order``: the tensor's axes in their order inside a block. Two layers with different orders have different bytes
+    ``order`` has the tensor's axes in their order inside a block. Two layers with different orders have different bytes
     for the same KV. It names an axis of length 1 too: a rank with one KV head has the order of one with several.
     """
 
@@ -79,7 +79,7 @@ def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _check_apart(tensor: torch.Tensor, steps: Sequence[tuple[int, int]], number_bytes: int) -> None:
-    """``steps``: (bytes, count) of each axis, the smallest first."""
+    """``steps`` has (bytes, count) of each axis, the smallest first."""
     extent = number_bytes
     for step, size in steps:
         if step < extent:

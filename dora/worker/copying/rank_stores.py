@@ -41,7 +41,7 @@ class RankStores:
     device_memory = None  # the shards of one body are on several devices
 
     def __init__(self, stores: Sequence[DeviceStore]) -> None:
-        """``stores``: of each rank, in their order."""
+        """``stores`` are those of the ranks, in their order."""
         self._stores = tuple(stores)
         self._readable: list[DeviceStore] = []  # ranks that together hold each shard once
         found: dict[str, int] = {}
@@ -97,9 +97,9 @@ class RankStores:
 def store_of_ranks(
     tensors: Sequence[Mapping[str, torch.Tensor]], groups: Mapping[str, int], block_count: int, landing_bytes: int = 0
 ) -> KvStore:
-    """Returns the store of an engine's KV-cache. ``tensors``: of each rank, by layer; ``groups``: each layer's.
+    """Returns the store of an engine's KV-cache. ``tensors`` are each rank's by layer, ``groups`` each layer's.
 
-    With several ranks, these share the bound of pinned memory. ``landing_bytes``: as ``DeviceStore``, of one rank.
+    Several ranks share the bound of pinned memory. ``landing_bytes`` is as in ``DeviceStore``, for one rank.
     """
     if len(tensors) == 1:
         return DeviceStore(tensors[0], groups, block_count, landing_bytes=landing_bytes)

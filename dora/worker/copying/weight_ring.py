@@ -74,9 +74,7 @@ class WeightRing:
         streams: Streams | None = None,
         fillers: Executor | None = None,
     ) -> None:
-        """``streams``: of the device, by default. ``fillers``: threads, by default. Raises RuntimeError as
-        ``CudaStreams`` does.
-        """
+        """``streams`` are by default the device's, ``fillers`` threads. Raises RuntimeError as ``CudaStreams`` does."""
         self._streams = streams_of(device) if streams is None else streams
         self._slot_bytes = slot_bytes
         self._slots = [Slot(self._streams.host_memory(slot_bytes)) for _ in range(slots)]

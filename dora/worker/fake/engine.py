@@ -38,10 +38,10 @@ ROUTING: Final = RoutingShape(layers=2, top_k=2, experts=8)  # used without a mo
 class FakeEngine(BaseEngine[FakeRequest]):
     """A ``RolloutEngine``. Re-prefilled tokens: prompt and outputs without the last, at each resume and preemption.
 
-    ``mean_tokens``: mean length of responses, which is geometric. ``model``: a Hugging Face folder that defines the
-    tensors of every version and the vocabulary; None accepts any weights with a vocabulary of ``vocab_size``.
-    ``window_tokens``: the last tokens that the second layer reads, 0 for all, ``STATE``: none, it keeps a state.
-    ``router_replay``: tokens carry routed experts, shaped by the model's config or ``ROUTING``.
+    ``mean_tokens`` is the mean length of responses, which is geometric. ``model`` is a Hugging Face folder that defines
+    the tensors of every version and the vocabulary; without it any weights fit, with a vocabulary of ``vocab_size``.
+    The second layer reads the last ``window_tokens`` tokens, all for 0, or keeps a state for ``STATE``. With
+    ``router_replay`` tokens carry routed experts, shaped by the model's config or ``ROUTING``.
     """
 
     def __init__(
@@ -277,9 +277,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
         self._reprefilled_tokens += bring_kv(self._layout, self._model, live)
 
     def _make_room(self, request_id: str) -> bool:
-        """Makes room for one more token's KV, if needed by preempting the latest request. False: this one was
-        preempted.
-        """
+        """Makes room for one more token's KV, if needed by preempting the latest. Returns False if that is this one."""
         live = self._live[request_id]
         needed = self._blocks_for(live.tokens) - self._blocks_for(live.kv_tokens)
         while needed and self._blocks_used() + needed > self._blocks():

@@ -55,13 +55,13 @@ class FakeRequest:
 
     @property
     def decodes(self) -> bool:
-        """Whether it has the KV of the tokens before the last sampled one, and no more, and owes no prompt logprobs."""
+        """Returns whether it has the KV of just the tokens before the last sampled one, and owes no prompt logprobs."""
         expected = len(self.request.prompt_token_ids) + len(self.outputs) - 1 - self.pending
         return bool(self.kv) and self.kv_tokens <= expected and not self.owes_prompt
 
     @property
     def owes_prompt(self) -> bool:
-        """As of the request, with its present outputs."""
+        """Returns whether the request owes prompt logprobs with its present outputs."""
         return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
 
     @property

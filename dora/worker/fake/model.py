@@ -26,7 +26,7 @@ _FIRST_TOKEN_ID: Final = 3  # padding, begin and end are never sampled as ordina
 
 
 class Kv(dict[str, bytearray]):
-    """Layer -> KV of all tokens, one after the other. ``read``: layer -> hash of its first bytes, and their number."""
+    """Layer -> KV of all tokens in order. ``read`` has the hash of each layer's first bytes, and their number."""
 
     def __init__(self, layers: Iterable[str] = ()) -> None:
         super().__init__((name, bytearray()) for name in layers)
@@ -40,8 +40,8 @@ class Kv(dict[str, bytearray]):
 
 
 class FakeModel:
-    """``mean_tokens``: mean length of responses, which is geometric. ``window_tokens``: the last tokens that the second
-    layer reads, 0 for all; ``STATE``: it keeps only the hash of the last token, which follows from all before it.
+    """``mean_tokens`` is the mean length of responses, which is geometric. The second layer reads the last
+    ``window_tokens`` tokens, all for 0. For ``STATE`` it keeps the last token's hash, which follows from all before.
     """
 
     def __init__(self, vocab_size: int, mean_tokens: int, seed: int, window_tokens: int = 0) -> None:

@@ -9,7 +9,7 @@ from dora.worker.stop_strings import StopStrings, StopWatch
 
 
 class FakeTurns:
-    """Samples with a model. ``routed``: the shape of the tokens' routed experts; None: they carry none."""
+    """Samples with a model. ``routed`` is the shape of the tokens' routed experts, or None if they carry none."""
 
     def __init__(
         self, model: FakeModel, stop_strings: StopStrings, max_model_len_tokens: int, routed: RoutingShape | None

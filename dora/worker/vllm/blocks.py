@@ -36,8 +36,8 @@ class LayerBlocks:
 class BlockStore:
     """Views of KV tensors in host memory: layer name -> uint8 of shape (blocks, bytes per block).
 
-    Layers of one group use the same block ids; groups share no ids. ``cuda_blocks.DeviceStore`` is the store of tensors
-    on a GPU.
+    Layers of one group use the same block ids; groups share no ids. ``cuda_blocks.DeviceStore`` is for tensors on a
+    GPU.
     """
 
     orders: tuple[str, ...] = ()  # axes lie inside a block in the tensor's own order
@@ -45,7 +45,7 @@ class BlockStore:
     device_memory = None
 
     def __init__(self, layers: Mapping[str, Sequence[np.ndarray]], groups: Mapping[str, int]) -> None:
-        """``layers``: each layer's blocks, once for each rank that holds them. ``groups``: the group of each layer."""
+        """``layers`` has each layer's blocks, once for each rank that holds them, and ``groups`` its group."""
         self._layers = dict(sorted(layers.items()))
         self._groups = groups
 
@@ -126,9 +126,7 @@ def shard_of(rank: int, tensor_parallel: int, shards: int) -> int:
 
 
 def span_of(tensor: torch.Tensor, block_count: int) -> tuple[int, int, int] | None:
-    """Returns offset, block size and the distance of blocks of a layer's KV tensor in its memory, in bytes; None: it is
-    on a device.
-    """
+    """Returns offset, size and distance of a layer's blocks in its memory, in bytes, or None if it is on a device."""
     if not tensor.is_cpu:
         return None
     if tensor.shape[0] != block_count or not tensor[0].is_contiguous() or tensor.stride(0) < tensor[0].numel():

@@ -43,8 +43,8 @@ class _Core(EngineCore):
     """A core whose KV-cache holds ``kv_tokens`` tokens for any model: each group of layers has separate blocks.
 
     A window needs one block more than its tokens, because it may begin within a block. A group of layers with a state
-    has a block for each slot; kept requests have theirs at the cost of tokens. ``kv_tokens`` 0: as many as vLLM finds
-    room for.
+    has a block for each slot; kept requests have theirs at the cost of tokens. If ``kv_tokens`` is 0, it holds as many
+    as vLLM finds room for.
     """
 
     def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
@@ -105,7 +105,7 @@ def names_batch_invariance(error: Exception) -> bool:
 def arguments(model: Path, settings: EngineSettings, device: Device, *, has_state: bool = False) -> EngineArgs:
     """Returns vLLM's arguments of an engine. Raises InvalidValue for a user's that is unknown or DORA's own.
 
-    ``has_state``: layers keep a state, of which vLLM's prefix cache would keep several for each request.
+    With ``has_state`` layers keep a state, of which vLLM's prefix cache would keep several for each request.
     """
     known = [each.name for each in dataclasses.fields(EngineArgs)]
     check_known(settings.engine_args, known)
@@ -141,10 +141,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device, *, has_stat
 
 @contextlib.contextmanager
 def _meeting_place() -> Iterator[None]:
-    """Yields a temporary folder for the files and sockets of the ranks' rendezvous.
-
-    vLLM would leave them in the system's temporary folder.
-    """
+    """Yields a folder for files and sockets of the ranks' rendezvous, which vLLM would leave in the system's."""
     before, rpc_before = tempfile.tempdir, os.environ.get(_RPC_FOLDER)
     with tempfile.TemporaryDirectory(prefix="dora-ranks-") as folder:
         tempfile.tempdir = os.environ[_RPC_FOLDER] = folder
@@ -179,7 +176,7 @@ def _architectures(model: Path) -> list[Any]:
 
 
 def why_unmovable(core: EngineCore) -> str:
-    """Returns why no request can move with its KV; empty: each can."""
+    """Returns why no request can move with its KV, or an empty text if each can."""
     ranks = core.vllm_config.parallel_config.tensor_parallel_size
     kv_heads = core.vllm_config.model_config.get_total_num_kv_heads()
     return unmovable(core.scheduler.kv_cache_config, block_tokens_of(core), ranks, kv_heads)
@@ -198,7 +195,7 @@ def block_tokens_of(core: EngineCore) -> int:
 
 
 def kv_tokens_of(core: EngineCore, requested: int) -> int:
-    """Returns the tokens of whole blocks that the KV-cache holds. ``requested`` 0: as many as vLLM found room for."""
+    """Returns the tokens of the KV-cache's whole blocks. If ``requested`` is 0, vLLM has chosen them."""
     block_tokens = block_tokens_of(core)
     if requested:
         return requested // block_tokens * block_tokens

@@ -5,10 +5,10 @@ from typing import Any
 
 def cut_blocks(cache: Any, request_id: str, kv_tokens: int, block_size: int) -> int:
     """Frees the blocks of a request after its first ``kv_tokens`` tokens, in each group. Returns the tokens whose KV
-    stays; 0: a sliding window has left some of it behind, or there is a state of later tokens, and nothing has changed.
+    stays, or 0, and changes nothing, if a window has left some behind or a state is later.
 
     Later tokens are written to the last block. It is freed too if others hold it, and leaves the prefix cache if not.
-    ``cache``: vLLM's KVCacheManager, whose groups all have blocks of ``block_size`` tokens.
+    ``cache`` is vLLM's KVCacheManager, whose groups all have blocks of ``block_size`` tokens.
     """
     if cache.kv_cache_config.has_mamba_layers:
         return 0

@@ -65,10 +65,10 @@ class VllmEngine(BaseEngine[EngineRequest]):
         router_replay: bool = False,
         load_timeout_s: float = 60.0,
     ) -> None:
-        """``tier_endpoint``: address of the shared KV tier's server; empty: there is none. ``router_replay``: deltas
-        carry the experts of each token. ``load_timeout_s``: of one load, or more for large weights (``load_limit_s``).
+        """``tier_endpoint`` is the address of the shared KV tier, if any. With ``router_replay`` deltas carry the
+        experts of each token. A load may take ``load_timeout_s``, or more if it is large (``load_limit_s``).
 
-        ``lost`` is called in a separate thread if a rank ends unexpectedly; None: this process ends with it. Raises
+        ``lost`` is called in a separate thread if a rank ends unexpectedly; without it this process ends too. Raises
         InvalidValue for a folder without a model or settings that vLLM refuses, PatchFailed.
         """
         self._device = device_named(device) if isinstance(device, str) else device
@@ -143,8 +143,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
     def _prove_reloads(self, folder: Path, found: Canary) -> None:
         """Raises PatchFailed if reloads in place do not reach every kind of tensor (``reload_proof``).
 
-        ``found``: the canary of the loaded version. Loads it as often as its tensors have kinds, and once more. Kernels
-        may sum in no fixed order, so what counts as equal follows from repeated scores.
+        ``found`` is the canary of the loaded version. Loads it as often as its tensors have kinds, and once more.
+        Kernels may sum in no fixed order, so what counts as equal follows from repeated scores.
         """
         from dora.engine_patches import reload_proof
 
@@ -162,7 +162,6 @@ class VllmEngine(BaseEngine[EngineRequest]):
             raise PatchFailed("reload_proof", said)
 
     def _distance(self, canary: Canary) -> float:
-        """Returns the largest difference of a logprob to the canary's."""
         return max(map(abs, map(operator.sub, self._score(canary.token_ids), canary.logprobs)))
 
     def step(self) -> list[TokenDelta]:
@@ -233,7 +232,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The processes of its ranks; empty if the only rank is in this process."""
+        """The processes of its ranks, or none if the only rank is in this process."""
         return self._ranks.pids
 
     @property
@@ -277,7 +276,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         return live.so_far
 
     def _open_tier(self, endpoint: str) -> Any:
-        """Opens this engine's part of the shared tier; None if a request's state is more than one list of blocks."""
+        """Opens its part of the shared tier. Returns None if a request's state is more than one list of blocks."""
         from dora.kvtier.tier import Tier
         from dora.worker.vllm.tier import TIER_BYTES, TierPrefixes
 

@@ -48,8 +48,8 @@ def prepare(
 ) -> None:
     """Sets the environment for vLLM in this process and reduces its logging. May be repeated.
 
-    ``of_device``: the device's defaults (``Device.environment``). ``batch_invariant``: vLLM's mode; None: as it is set.
-    Raises InvalidValue for another mode than that with which vLLM was imported.
+    ``of_device`` has the device's defaults (``Device.environment``). ``batch_invariant`` sets vLLM's mode; None keeps
+    it. Raises InvalidValue for another mode than that with which vLLM was imported.
     """
     if batch_invariant is not None:
         mode = str(int(batch_invariant))

@@ -31,8 +31,8 @@ _PLAIN_ISA: Final = ("vec", "vec16")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose blocks have the same ids. ``window_tokens``: the last tokens that they read, 0: all, ``STATE``:
-    none, they keep a state.
+    """Layers with the same block ids. They read the last ``window_tokens`` tokens, all for 0, or keep a state
+    (``STATE``).
     """
 
     layers: tuple[str, ...]
@@ -42,7 +42,7 @@ class LayerGroup:
     def kept(self, block_ids: Sequence[int], kv_tokens: int, first: int = 0) -> Sequence[int]:
         """Returns the request's blocks of this group that hold readable KV of its first ``kv_tokens`` tokens.
 
-        ``first``: the first block to return. With a window all of its blocks are returned.
+        ``first`` is the first block to return. With a window all of its blocks are returned.
         """
         if self.window_tokens:
             first = first_block(kv_tokens, self.block_tokens, self.window_tokens)
@@ -63,7 +63,7 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
 
 
 def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
-    """Returns number and group of the first group that keeps the KV of all tokens; None: there is none."""
+    """Returns number and group of the first group that keeps the KV of all tokens, or None."""
     for number, group in enumerate(groups_of(kv_cache_config)):
         specs = _specs(kv_cache_config.kv_cache_groups[number].kv_cache_spec).values()
         if all(type(spec) in (FullAttentionSpec, MLAAttentionSpec) for spec in specs):
@@ -72,7 +72,7 @@ def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
 
 
 def unmovable(kv_cache_config: Any, block_tokens: int, tensor_parallel: int, kv_heads: int) -> str:
-    """Returns why no request of this engine can move with its KV; empty: each can.
+    """Returns why no request of this engine can move with its KV, or an empty text if each can.
 
     A request's state must consist of its tokens and, for each group, the blocks of all or of the last tokens, or one
     block with a state.
@@ -102,7 +102,7 @@ def unmovable(kv_cache_config: Any, block_tokens: int, tensor_parallel: int, kv_
 
 
 def kind_of(attention: Any) -> tuple[str, str]:
-    """Returns attention backend and instruction set, which determine the interior of a block; of a layer with a state,
+    """Returns attention backend and instruction set, which determine the interior of a block. A layer with a state has
     the types and the order of its numbers instead of the instruction set.
     """
     if isinstance(attention, MambaBase):

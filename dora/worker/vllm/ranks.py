@@ -48,7 +48,7 @@ class EngineRanks:
     def __init__(
         self, core: EngineCore, device: Device, lost: Lost = end_process, routing: RoutingShape | None = None
     ) -> None:
-        """``routing``: the shape of routed experts to record beside the KV; None: none are recorded.
+        """``routing`` is the shape of routed experts to record beside the KV, or None to record none.
 
         Raises PatchFailed if a patch did not take effect on a rank, InvalidValue if vLLM's routing is unknown or has
         another shape.
@@ -87,8 +87,8 @@ class EngineRanks:
     ) -> None:
         """Makes each rank load its part of verified files into the running model.
 
-        ``limit_s``, ``changed``, ``token_ids``: see ``Rank.replace_weights``. Raises DeadlineExceeded, and Conflict if
-        the device lacks memory for a layer that arrives. Either way the weights then belong to no version.
+        ``Rank.replace_weights`` describes the arguments. Raises DeadlineExceeded, and Conflict if the device lacks
+        memory for a layer that arrives. Either way the weights then belong to no version.
         """
         for refusal in self._core.collective_rpc("replace_weights", args=(files, limit_s, changed, token_ids)):
             if refusal is not None and refusal[0] == OUT_OF_MEMORY:
@@ -100,7 +100,7 @@ class EngineRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' processes; empty if the only rank is in this one."""
+        """The ranks' processes, or none if the only rank is in this one."""
         return tuple(process.pid for process in self._processes)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class EngineRanks:
 
 
 def _exit_code(process: Any) -> int | None:
-    """Returns the exit code of an ended process; None: unknown.
+    """Returns the exit code of an ended process, or None if unknown.
 
     A thread of vLLM waits for the process too. If it is first, ``exitcode`` is None until that thread has stored it.
     """

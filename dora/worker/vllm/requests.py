@@ -24,7 +24,7 @@ class Made:
     """
 
     def __init__(self, core_request: Request, watch: StopWatch | None, device: Device, draws: int) -> None:
-        """Neither ``core_request`` nor ``watch`` has seen an output. ``draws``: those of earlier turns."""
+        """Neither ``core_request`` nor ``watch`` has seen an output. ``draws`` are those of earlier turns."""
         self._device = device
         self.core_request = core_request
         self.watch = watch
@@ -38,7 +38,7 @@ class Made:
         return self.core_request.request_id
 
     def restore_outputs(self, outputs: Sequence[int]) -> None:
-        """``outputs``: all outputs of the turn so far, of which some may be known here."""
+        """``outputs`` are all outputs of the turn so far, of which some may be known here."""
         new = list(outputs[self.core_request.num_output_tokens :])
         if not new:
             return

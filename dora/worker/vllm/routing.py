@@ -84,7 +84,7 @@ class _Capturer:
         shard: int,
         shape: RoutingShape,
     ) -> None:
-        """``tables``: of each layer, (blocks, ids of this shard, tokens)."""
+        """``tables`` has (blocks, ids of this shard, tokens) of each layer."""
         self._tables = tables
         self._attention_layer = attention_layer  # its slots are those of the rows
         self._block_tokens = block_tokens
@@ -94,7 +94,7 @@ class _Capturer:
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """``topk_ids``: (tokens of this step, top_k). Raises RuntimeError for another number of tokens."""
+        """``topk_ids`` has the shape (tokens of this step, top_k). Raises RuntimeError for another number of tokens."""
         context = get_forward_context()
         if context is not self._context:
             slots = context.slot_mapping[self._attention_layer]
@@ -124,7 +124,7 @@ class RoutingRows:
     def __init__(
         self, shape: RoutingShape, group: int, block_tokens: int, stages: Sequence[Sequence[np.ndarray]]
     ) -> None:
-        """``stages``: for each pipeline stage with experts, its shards: (layers, blocks, ids, tokens)."""
+        """``stages`` has the shards of each pipeline stage with experts, as (layers, blocks, ids, tokens)."""
         self.group = group  # the group whose block ids apply
         self._shape = shape
         self._block_tokens = block_tokens

@@ -26,7 +26,7 @@ from dora.worker.vllm.routing import Fed, RoutingRows
 
 
 class HoldingScheduler(Scheduler):
-    """Passed by class, as ``scheduler_cls``. ``reprefilled_tokens``: tokens whose KV was computed a second time."""
+    """Passed by class, as ``scheduler_cls``. ``reprefilled_tokens`` counts tokens whose KV was computed twice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -160,7 +160,7 @@ class HoldingScheduler(Scheduler):
         return True
 
     def extend(self, request_id: str, given_token_ids: Sequence[int], sampling: Any, pending: int) -> None:
-        """Continues a kept request by a next turn. ``pending``: the length of the given run that it begins with."""
+        """Continues a kept request by a next turn. ``pending`` is the length of the given run that it begins with."""
         request = self.kept.pop(request_id)
         new = [request.all_token_ids[-1], *given_token_ids]
         computed_tokens, request.num_computed_tokens = request.num_computed_tokens, request.num_tokens - 1
@@ -228,7 +228,7 @@ class HoldingScheduler(Scheduler):
         return output
 
     def _has_blocks(self, request_id: str) -> None:
-        """Gives a request, which has got its blocks, the only part in those that it brought."""
+        """Notes that a request holds its blocks by itself, so that those that it brought need no other holder."""
         if request_id in self._brought:
             self._unknown[request_id] = self._ahead.pop(request_id)
             for block in self._brought.pop(request_id):
@@ -237,7 +237,7 @@ class HoldingScheduler(Scheduler):
     def _without_kv(self, request: Request) -> int:
         """Returns how many last tokens of a resumed request never had KV: the last sampled one, and those given since.
 
-        0: it has sampled nothing yet.
+        Returns 0 if it has sampled nothing yet.
         """
         if request.num_output_tokens:
             return 1
@@ -264,9 +264,7 @@ class HoldingScheduler(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
-        """Yields the fed tokens of requests with new tokens; the first token reports the whole prompt, wherever its KV
-        is from.
-        """
+        """Yields the fed tokens of requests with new ones. The first has the whole prompt, wherever its KV is from."""
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()
@@ -320,9 +318,7 @@ class HoldingScheduler(Scheduler):
         return [blocks[block_id] for block_id in block_ids]
 
     def _make_known(self) -> None:
-        """Enters brought blocks into the prefix cache, for later requests and after a preemption; not in the first
-        step.
-        """
+        """Enters brought blocks into the prefix cache, for later requests and preemptions; not in the first step."""
         for request_id, ahead in self._unknown.items():
             (manager,) = self.kv_cache_manager.coordinator.single_type_managers
             blocks = manager.req_to_blocks.get(request_id)

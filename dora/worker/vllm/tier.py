@@ -78,7 +78,7 @@ class TierPrefixes:
         self._tier.close()
 
     def found_tokens(self, state: Any, computed_tokens: int) -> int | None:
-        """Returns the tokens to take from the tier beyond the engine's own; None: not known yet.
+        """Returns the tokens to take from the tier beyond the engine's own, or None if that is not known yet.
 
         At least one token is left to compute. Waits for the answer if no decoding request would be delayed.
         """
@@ -104,9 +104,7 @@ class TierPrefixes:
         return max(0, search.end * chunk_tokens - computed_tokens)
 
     def take(self, engine_id: str, tokens: int) -> tuple[int, Mapping[str, Pieces]]:
-        """Takes ``tokens`` tokens from the tier for a request that has a slot. Returns its first such block, and the
-        blocks.
-        """
+        """Takes ``tokens`` tokens from the tier for a request with a slot. Returns the first block and the blocks."""
         request = self._requests.get(engine_id)
         search = None if request is None else request.search
         if request is None or search is None:

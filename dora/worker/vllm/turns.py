@@ -21,7 +21,7 @@ _FINISH: Final[dict[str, FinishReason]] = {"stop": "stop", "length": "length"}
 
 class Turns:
     def __init__(self, core: Any, device: Device, stops: Sequence[int], stop_strings: StopStrings) -> None:
-        """``stops``: the tokens that end a response."""
+        """``stops`` are the tokens that end a response."""
         self._core = core
         self._device = device
         self._stops = stops

@@ -34,7 +34,7 @@ class EngineRequest:
 
     @property
     def owes_prompt(self) -> bool:
-        """As of the request, with its present outputs."""
+        """Returns whether the request owes prompt logprobs with its present outputs."""
         return self.request.prompt_logprobs and len(self.outputs) == self.request.turn_begin
 
     def begin_segment(self) -> None:
@@ -58,7 +58,7 @@ class KvViews:
         why_unmovable: str,
         takes_ahead: bool,
     ) -> None:
-        """``groups``: of layers (``vllm.groups``). ``takes_ahead``: whether requests can share blocks."""
+        """``groups`` are the layers' (``vllm.groups``). ``takes_ahead`` says whether requests can share blocks."""
         self._scheduler = scheduler
         self._store = store
         self._layout = layout
@@ -126,9 +126,7 @@ class KvViews:
         return found
 
     def _decodes(self, live: EngineRequest) -> bool:
-        """Returns whether the KV of all tokens before the last sampled one is there, and nothing of the prefill is
-        owed.
-        """
+        """Returns whether it has the KV of all tokens before the last sampled one, and owes nothing of the prefill."""
         has_kv = bool(live.outputs) and self._state(live).num_computed_tokens == live.kv_tokens
         return has_kv and not live.owes_prompt
 

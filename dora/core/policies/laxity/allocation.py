@@ -78,9 +78,7 @@ class Allocation:
         return board.moves(), reserved
 
     def _spread(self, exact: Mapping[int, float], target: Mapping[int, int]) -> dict[int, int]:
-        """Worker counts if KV is ample: older versions keep their busy workers, and the newest gets as many as it can
-        fill.
-        """
+        """Worker counts if KV is ample: older versions keep their busy workers, the newest gets all it can fill."""
         view, workers = self._view, self._view.workers
         need = {version: ceil(each) for version, each in exact.items()}
         if self._may_begin(self.leader):
@@ -154,13 +152,12 @@ class Allocation:
         return need
 
     def _filled_by(self, groups: int) -> float:
-        """Workers whose KV this many new groups would fill at full length; inf: unknown."""
+        """Workers whose KV this many new groups would fill at full length, or inf if unknown."""
         kv_tokens = self._last.group_kv_tokens
         return groups * kv_tokens / self._kv_tokens if kv_tokens and self._kv_tokens else inf
 
     def _look_ahead(self, *ahead_tokens: float) -> Column:
-        """Expected KV of each unfinished request after the first of ``ahead_tokens``: its KV times the chance that it
-        still runs.
+        """Expected KV of each unfinished request after the first of ``ahead_tokens``: KV times the chance that it runs.
 
         The results for the other values share half the work. They are computed together and cached.
         """
@@ -171,7 +168,7 @@ class Allocation:
         return self._later[ahead_tokens[0]]
 
     def _starved(self) -> bool:
-        """Whether the leading version has no requests and can get none, because no prompt is left."""
+        """Returns whether the leading version has no requests and can get none, because no prompt is left."""
         view, requests = self._view, self._view.requests
         has = bool((requests.unfinished & (requests.version == self.leader)).any())
         return not has and not len(view.backlog_longest) and not view.admits(self.leader)
@@ -185,6 +182,5 @@ class Allocation:
 
 
 def _shared(need: dict[int, int], workers: int) -> dict[int, int]:
-    """Distributes surplus workers over all versions in proportion to their need."""
     total = sum(need.values())
     return {version: max(least, least * workers // total) for version, least in need.items()} if total else need

@@ -14,7 +14,7 @@ from dora.core.view import View
 class LevelBoard(Board):
     """KV of each worker after the moves so far, now and ``TUNING.level_tokens`` later.
 
-    ``later``: by row, KV of each request at that time.
+    ``later`` is the KV of each request at that time, by row.
     """
 
     def __init__(self, view: View, targets: Mapping[int, int], reserved: ReservedWorkers, later: Column) -> None:
@@ -28,8 +28,8 @@ class LevelBoard(Board):
         np.divide(for_all, reserved.cap, out=self._level, where=reserved.cap > 0)
 
     def plan(self) -> None:
-        """Moves requests off workers that change or leave, the longest first; to reserved ones; off those whose KV runs
-        out.
+        """Moves requests off workers that change or leave, the longest first, then to reserved ones, then off those
+        whose KV runs out.
         """
         rows, requests = self.displaced(), self.requests
         remaining = requests.remaining_tokens(rows)
@@ -48,9 +48,7 @@ class LevelBoard(Board):
         self.relieve_engines(requests.movable & ~self._reserved.hurried)
 
     def _move_on(self, row: int, level: float = TUNING.fill) -> bool:
-        """Moves a request to its reserved worker, or to the emptiest of its version, up to ``level``. Returns whether
-        it did.
-        """
+        """Moves a request to its reserved worker or its version's emptiest, up to ``level``. Returns whether it did."""
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
         slots = self.workers.slots
         levels = np.where(self.assigned[peers] < slots[peers], self._level[peers], np.inf)
@@ -68,8 +66,7 @@ class LevelBoard(Board):
     def _relieve(self, index: int) -> None:
         """Moves the largest requests without hurry off a pressed worker, while others of its version are emptier.
 
-        The last request stays. It would press any other worker as much, and would move for ever without generating a
-        token.
+        The last request stays. It would press any other worker as much, and would move for ever without a token.
         """
         peers = self.peers(int(self.workers.loaded[index]))
         largest: list[int] | None = None

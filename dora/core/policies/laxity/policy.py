@@ -22,9 +22,7 @@ ENGINE_GRID = np.array(TUNING.engine_tokens)
 
 
 class LaxityPolicy(BasePolicy):
-    """The default policy. Its fields are caches of what the core shows; docs/strategy.md describes how each is
-    rebuilt.
-    """
+    """The default policy. Its fields are caches of the core's state; docs/strategy.md says how each is rebuilt."""
 
     def __init__(self, config: BalanceConfig) -> None:
         super().__init__(config)
@@ -102,11 +100,9 @@ class LaxityPolicy(BasePolicy):
         return entry
 
     def _late(self, dispatcher: Dispatcher, version: int, arrivals: int) -> QueuedPrompt | None:
-        """Right after a publish, the longest prompt that will be late in any case, among the first ``arrivals``
-        prompts.
+        """Right after a publish, the longest of the first ``arrivals`` prompts that will be late in any case.
 
-        A later arrival would delay the version's last step by the time that it arrived later, so it lets others begin
-        first.
+        A later arrival would delay the version's last step by as much, so it lets others begin first.
         """
         rates, reservations = dispatcher.rates, self._reservations
         if version != dispatcher.newest or dispatcher.now_s - rates.published_s >= TUNING.early_step * rates.step_s:
@@ -141,8 +137,8 @@ class LaxityPolicy(BasePolicy):
         return bool(slots) and assigned / slots > kv / kv_tokens + TUNING.dense
 
     def _ceiling(self, dispatcher: Dispatcher, worker: Worker) -> float:
-        """A bound of a worker's KV forecast in a fiftieth of its time: each request at its full length. Infinite once
-        the forecast is known.
+        """A bound of a worker's KV forecast in a fiftieth of its time: each request counts at its full length. It is
+        infinite once the forecast is known.
         """
         if worker.index in self._forecasts:
             return inf
@@ -167,9 +163,7 @@ class LaxityPolicy(BasePolicy):
         return forecast
 
     def observe(self, dispatcher: Dispatcher) -> None:
-        """Updates the schedule, so that a plan at a publish assigns workers by the new step and not by the previous
-        one.
-        """
+        """Updates the schedule, so that a plan at a publish assigns workers by the new step."""
         self._reservations.observe(dispatcher)
 
     def plan(self, view: View, trigger: Trigger) -> Plan:

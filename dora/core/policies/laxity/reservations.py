@@ -22,8 +22,7 @@ GRID = np.array(TUNING.grid_tokens, dtype=np.float64)
 def rows_forecast(dispatcher: Dispatcher, rows: Column, grid: Column) -> tuple[Column, float]:
     """The forecast of these requests, and the sum of their present contexts.
 
-    If lengths are predicted, each request counts with the chance that it still runs. Over many requests that is their
-    KV.
+    If lengths are predicted, each request counts with the chance that it still runs: over many, that is their KV.
     """
     requests = dispatcher.requests
     tokens = requests["tokens"][rows]
@@ -100,7 +99,7 @@ class Reservations:
     def reserve(self, version: int, entry: QueuedPrompt, late: bool = False) -> bool:
         """Reserves KV for a prompt's group if it fits from now to its end. Returns whether it did.
 
-        ``late``: the group will end after the deadline in any case, so its KV must fit only during the version's life.
+        If ``late``, the group ends after the deadline in any case, so its KV must fit only during the version's life.
         """
         lengths = np.asarray(entry.lengths)
         more = ((entry.prompt.prompt_tokens + GRID) * (lengths[:, None] > GRID)).sum(axis=0)
@@ -148,8 +147,7 @@ class Reservations:
 def longest_first_tokens(backlog: Backlog, age: float, window: int) -> float:
     """The longest predicted response that a version may begin at this age, in steps of the ``window``.
 
-    Between two moments of the version's life, the share of waiting prompts that are short enough falls linearly to one
-    prompt.
+    Between two moments of the version's life, the share of waiting prompts that are short enough falls linearly to one.
     """
     share = 1.0 - (age / window - TUNING.at_once) / (TUNING.begun - TUNING.at_once)
     return backlog.longest_of_shortest(max(1, round(share * len(backlog))))

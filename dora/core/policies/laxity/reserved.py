@@ -29,7 +29,7 @@ class Haste:
     def __init__(
         self, mix: LengthMix, cost: CostModel, most: tuple[int, float], workers: int, groups: int, lifetime_steps: float
     ) -> None:
-        """``mix``: not empty. ``most``: limits of a worker's requests and KV."""
+        """``mix`` is not empty. ``most`` limits a worker's requests and KV."""
         slots, kv_tokens = most
         context, fills = mix.context_tokens(), TUNING.fills
         self._kv = np.linspace(1.0 / fills, 1.0, fills) * min(kv_tokens, slots * context)
@@ -43,8 +43,8 @@ class Haste:
         self.step_s = self._shortest_s()
 
     def at(self, step_s: float, kv_tokens: float) -> tuple[bool, float, float]:
-        """For steps of ``step_s``: whether the longest responses would be late on workers with ``kv_tokens`` of KV in
-        use, the share of it that a reserved worker uses so that they end in time, and its seconds per token.
+        """Returns, for steps of ``step_s``, whether the longest responses would be late on workers with ``kv_tokens``
+        of KV in use, the share of it that a reserved worker uses so that they end in time, and its seconds per token.
         """
         level = self._levels(step_s)[-1]
         fill = min(TUNING.reserved_fill, float(self._kv[level]) / kv_tokens)
@@ -63,9 +63,7 @@ class Haste:
         return long
 
     def _needed_s(self, step_s: float) -> float:
-        """Time of all workers for a step's responses, if each worker is as full as the deadline of its responses
-        allows.
-        """
+        """Time of all workers for a step's responses, if each worker is as full as its responses' deadline allows."""
         return float((self._share_s[self._levels(step_s)] * self._work).sum())
 
     def _levels(self, step_s: float) -> Column:
@@ -85,7 +83,7 @@ class Reserved:
     load: float = 0.0
 
     def takes(self, share: float, pace_s: float) -> bool:
-        """Whether a response that needs this pace and ``share`` of KV fits here."""
+        """Returns whether a response that needs this pace and ``share`` of KV fits here."""
         return self.pace_s <= pace_s * TUNING.sticky and self.load + share <= self.kv_tokens
 
 
@@ -107,8 +105,8 @@ class ReservedWorkers:
 def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: float) -> ReservedWorkers:
     """The reserved workers of all versions among those that keep theirs (``stays``, bool by index).
 
-    ``end_s``: the time by which a version's last response should end. ``fill``: share of its KV that a reserved worker
-    uses.
+    ``end_s`` gives the time by which a version's last response should end, and ``fill`` is the share of its KV that a
+    reserved worker uses.
     """
     found, requests, workers, cost = ReservedWorkers.none(view), view.requests, view.workers, view.cost
     rows = np.flatnonzero(requests.unfinished & (requests.worker >= 0))
@@ -141,7 +139,7 @@ class _Far:
 
     @classmethod
     def of(cls, requests: RequestColumns, rows: Column, remaining: Column, left_s: float, empty_s: float) -> "_Far":
-        """``empty_s``: seconds per token on a worker that holds no KV."""
+        """``empty_s`` is the seconds per token on a worker that holds no KV."""
         context = context_tokens(requests)[rows]
         parts = _share_now(context, remaining)
         needed_s = empty_s + (left_s / remaining - empty_s) * parts

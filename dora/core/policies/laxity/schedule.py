@@ -52,9 +52,7 @@ class Schedule:
         return age
 
     def share(self, version: int, at_s: Column | float) -> Column:
-        """The version's workers at these times. The number is a float, as a middle version's share may be a
-        fraction.
-        """
+        """The version's workers at these times. It is a float, as a middle version's share may be a fraction."""
         at = np.asarray(at_s, dtype=np.float64)
         if not self.taken_up(version):
             return np.zeros_like(at)
@@ -95,7 +93,7 @@ def lifetime_of(workers: int, window: int) -> int:
 
 
 def leading(newest: int, targets: Sequence[int], window: int, admits: Callable[[int], bool]) -> int:
-    """The version that gets new work first and workers without a version. ``targets``: of the workers."""
+    """The version that gets new work first and workers without a version. ``targets`` are the workers'."""
     hosted = max(targets, default=-1)
     if hosted >= 0 and newest - hosted < stride_of(len(targets), window) and admits(hosted):
         return hosted
@@ -134,12 +132,11 @@ def schedule_of(dispatcher: Dispatcher) -> Schedule:
 
 
 def _next_s(dispatcher: Dispatcher, step_s: float, tail_s: float, due_tokens: float) -> float:
-    """The expected time of the next publish. It is earlier than planned if the due version ends early, and may be
-    later.
+    """The expected time of the next publish. It is earlier than planned if the due version ends early; it may be later.
 
     The step's missing groups finish at the rate of one step's groups per step, and the last are trained on for
-    ``tail_s``. No step is shorter than the shortest recent one. ``due_tokens``: tokens to generate of the longest due
-    response.
+    ``tail_s``. No step is shorter than the shortest recent one. ``due_tokens`` are the tokens to generate of the
+    longest due response.
     """
     rates = dispatcher.rates
     if dispatcher.window.step > dispatcher.newest:  # the step is full

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The strategy's constants. A share refers to the quantity in its name; a ``_step`` value is a share of a step's
-    time.
-    """
+    """The strategy's constants. A share is of the quantity in its name, a ``_step`` value of a step's time."""
 
     # how full a worker's KV is kept
     fill: float = 0.97  # planned fill: the rest is for tokens that arrive between two reports

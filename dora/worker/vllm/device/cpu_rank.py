@@ -17,9 +17,7 @@ class CpuRank(Rank, CPUWorker):
             self._make_room_between_stages()
 
     def _make_room_between_stages(self) -> None:
-        """Allocates memory for the previous stage's output. vLLM does it in the warm-up run, which eager CPU engines
-        skip.
-        """
+        """Allocates memory for the previous stage's output. vLLM's warm-up does it, but eager CPU engines skip that."""
         runner = self.model_runner
         runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device

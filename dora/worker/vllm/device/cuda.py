@@ -41,7 +41,7 @@ class Cuda:
     }
 
     def __init__(self, *, proves_ranks: bool = False) -> None:
-        """``proves_ranks``: engines of several ranks start without a proof, since this one is to make it."""
+        """With ``proves_ranks`` engines of several ranks start without a proof, since this one is to make it."""
         self._proves_ranks = proves_ranks
 
     def check_platform(self, settings: EngineSettings) -> None:

@@ -24,10 +24,10 @@ KINDS: Final[tuple[Kind, ...]] = ("cpu", "cuda")
 class EngineSettings:
     """The settings of one engine.
 
-    ``kv_tokens`` 0: as many as fit into the device's free memory. ``block_tokens`` 0: the attention backend's own.
-    ``dtype``: float32 or bfloat16; empty: the device's. ``memory_share``: of a GPU's memory, for weights, activations
-    and KV together. ``quantisation``: int8, or empty: none. ``batch_invariant``: vLLM's mode, in which a request's
-    logits do not depend on its neighbours. ``engine_args``: a user's own of vLLM's (``dora.data.engine_args``).
+    If ``kv_tokens`` is 0, the device's free memory decides. If ``block_tokens`` is 0, the attention backend does.
+    ``dtype`` is float32, bfloat16, or empty for the device's. Weights, activations and KV share ``memory_share`` of a
+    GPU's memory. ``quantisation`` is int8, or empty for none. ``batch_invariant`` is vLLM's mode in which a request's
+    logits do not depend on its neighbours. ``engine_args`` are a user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
@@ -64,13 +64,13 @@ class Device(Protocol):
         """Returns the patches to vLLM, in the order in which they apply."""
 
     def check_runner(self, runner: Any) -> str:
-        """Returns why vLLM's model runner is not one that this device supports; empty: it is."""
+        """Returns why vLLM's model runner is not one that this device supports, or an empty text."""
 
     def arguments(self, settings: EngineSettings) -> dict[str, Any]:
         """Returns the arguments of vLLM's ``EngineArgs`` that depend on the device. A pure function."""
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
-        """Returns ``SamplingParams.extra_args`` of a request that enters with outputs; None: it needs none."""
+        """Returns ``SamplingParams.extra_args`` of a request that enters with outputs, or None if it needs none."""
 
     def weight_source(self, device: "torch.device", ranks: int) -> "Source":
         """Returns the way of tensors from safetensors files to the model of one of an engine's ranks, with memory for
@@ -80,7 +80,7 @@ class Device(Protocol):
         """
 
     def image_source(self, note: "ImageNote", device: "torch.device") -> "Source | None":
-        """Returns the way of tensors from an image in the trainer's memory; None: engines here read files alone.
+        """Returns the way of tensors from an image in the trainer's memory, or None if engines here read files alone.
 
         Its generator raises ImageRefused too, even in the middle.
         """
@@ -98,8 +98,8 @@ class Device(Protocol):
         groups: Mapping[str, int],
         block_count: int,
     ) -> KvStore:
-        """Returns the store of the KV-cache. ``rows``: of each layer, the blocks in host memory of each rank that holds
-        it. ``tensors``: of each rank, the tensors of its layers. ``groups``: each layer's.
+        """Returns the store of the KV-cache. ``rows`` gives each layer's blocks in host memory, of each rank that holds
+        it, ``tensors`` gives each rank's tensors by layer, and ``groups`` has each layer's group.
         """
 
 

@@ -86,7 +86,7 @@ class Rank:
         self._files = self.device_port.weight_source(self.device, self.vllm_config.parallel_config.world_size)
 
     def unproven_patch(self) -> str:
-        """Returns why this rank must not serve, such as a patch without effect; empty: it may."""
+        """Returns why this rank must not serve, such as a patch without effect, or an empty text."""
         try:
             registry.verify(self.model_runner, self.device_port.patches())
         except PatchFailed as error:
@@ -116,7 +116,7 @@ class Rank:
         return RankKv(os.getpid(), memory.descriptor, memory.size_bytes, layers, frozenset(kinds), handles)
 
     def keep_routing(self, shape: RoutingShape, shards: int) -> RankRouting:
-        """Starts to record each token's experts beside its KV. ``shards``: the shards of a layer's KV."""
+        """Starts to record each token's experts beside its KV. ``shards`` are the shards of a layer's KV."""
         connector = get_kv_transfer_group()
         assert isinstance(connector, SnapshotConnector)
         tensor_parallel = self.vllm_config.parallel_config.tensor_parallel_size
@@ -138,9 +138,9 @@ class Rank:
     ) -> tuple[str, Any, str] | None:
         """Loads this rank's part of verified files into the running model through vLLM's weight transfer.
 
-        ``limit_s``: the time for their bytes. ``changed``, ``token_ids``: a kind of tensor to change, see
-        ``dora.engine_patches.reload_proof``. Returns the parts of a DeadlineExceeded, which another process cannot
-        raise here, or ``OUT_OF_MEMORY`` as its field; None: the weights are loaded.
+        ``limit_s`` is the time for their bytes. ``changed`` and ``token_ids`` name tensors to change
+        (``dora.engine_patches.reload_proof``). Returns the parts of a DeadlineExceeded, which another process cannot
+        raise here, or ``OUT_OF_MEMORY`` as its field, or None if the weights are loaded.
         """
         found = {"files": list(files), "limit_s": limit_s, "changed": changed, "token_ids": list(token_ids)}
         began_s = time.monotonic()
