@@ -131,7 +131,9 @@ class Durable:
     # -------------------------------------------------------------------------------------------------------- groups
 
     def _admitted(self, record: records.Admitted) -> None:
-        """Enters a group's first record, or one with another prompt or number: it is open again, without tokens."""
+        """Enters a group. A later record has another prompt, or gives the group another number: then it is open again,
+        without tokens.
+        """
         size, is_new = len(record.rows), record.number not in self.groups and record.replaces < 0
         self.groups.pop(record.replaces, None)
         self.groups.setdefault(record.number, OpenGroup(record.group_id, size))
