@@ -20,6 +20,7 @@ Where that cannot be done, "peer" says why.
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import subprocess
 import sys
@@ -49,7 +50,7 @@ from dora.rpc.roles import ServiceTokens
 from dora.rpc.secure import server_credentials
 from dora.tls import Tls
 
-TOKEN: Final = "of-this-run"
+TOKEN: Final = hashlib.blake2b(b"of this run", digest_size=32).hexdigest()  # both processes have it
 GROUP_SIZE: Final = 8
 PEER: Final = "transferqueue==0.1.11"
 PEER_VENV: Final = Path(__file__).parents[1] / ".cache" / "transfer-queue"
