@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.config import Config, load_config
-from dora.config.reading import SCHEDULERS, settings_tree
+from dora.config.reading import schedulers, settings_tree
 from dora.errors import InvalidValue
 
 
@@ -20,8 +20,9 @@ class RunFile:
 def read_run_file(path: Path) -> RunFile:
     """Raises InvalidValue for a file that the service would refuse, or without exactly one scheduler's table."""
     tree = settings_tree(path, (), "--file")
-    tables = [name for name in SCHEDULERS if name in tree]
+    known = sorted(schedulers())
+    tables = [name for name in known if name in tree]
     if len(tables) != 1 or not isinstance(tree[tables[0]], dict):
-        allowed = f"with exactly one of the tables [{'], ['.join(SCHEDULERS)}]"
+        allowed = f"with exactly one of the tables [{'], ['.join(known)}]"
         raise InvalidValue("--file", str(path), allowed, why=f"has {', '.join(tables) or 'none'}")
     return RunFile(path, load_config(path), tables[0], tree[tables[0]])

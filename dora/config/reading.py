@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,8 @@ from dora.config.whole import Config
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 
-SCHEDULERS: Final = ("slurm",)  # tables of `dora cluster` in the same file, which the service ignores
+SLURM: Final = "slurm"
+CLUSTERS: Final = "dora.clusters"  # entry points of further schedulers
 
 Setting = str | int | float | bool
 Override = str | tuple[str, Setting]  # "window.size=3", its value in TOML, or ("window.size", 3)
@@ -27,13 +29,20 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
     Values in a text are TOML; text that is not TOML is a string. The dotted name of a list's element has its index,
     from 0.
     """
-    tree = {name: value for name, value in settings_tree(file, ()).items() if name not in SCHEDULERS}
+    tree = settings_tree(file, ())
+    if not tree.keys() <= Config.model_fields.keys():  # a scheduler's table, which the service ignores
+        tree = {name: value for name, value in tree.items() if name not in schedulers()}
     if isinstance(tree.get("prompts"), str):
         tree["prompts"] = {"source": tree["prompts"]}  # so that overrides find the section
     for override in overrides:
         key, value = _parsed(override) if isinstance(override, str) else override
         _apply(tree, "prompts.source" if key == "prompts" and isinstance(value, str) else key, value)
     return validated(tree)
+
+
+def schedulers() -> set[str]:
+    """Returns the names of the tables that `dora cluster` reads in the same file."""
+    return {SLURM, *(each.name for each in entry_points(group=CLUSTERS))}
 
 
 def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:

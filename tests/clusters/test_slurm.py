@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,3 +181,21 @@ def test_a_wrong_file_is_refused_by_name(text: str, named: str, tmp_path: Path) 
     command = [sys.executable, "-m", "dora", "cluster", "up", "--hosts", "1"]
     done = subprocess.run(command, cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) <= 2, done.stderr
+
+
+def test_an_entry_point_adds_a_scheduler(tmp_path: Path) -> None:
+    """Its table is another one in the same file."""
+    installed = tmp_path / "site" / "oar-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Name: oar\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[dora.clusters]\noar = oar:Oar\n")
+    (tmp_path / "site" / "oar.py").write_text(
+        "class Oar:\n    def __init__(self, file): self.file = file\n"
+        "    def planned(self): return {'job': self.file.table['queue']}\n"
+    )
+    file = tmp_path / "run.toml"
+    file.write_text('[oar]\nqueue = "long"\n')
+    command = [sys.executable, "-m", "dora", "cluster", "up", "--dry-run", "--file", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "# job\nlong\n"
