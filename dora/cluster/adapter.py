@@ -1,4 +1,4 @@
-"""What a scheduler's adapter offers."""
+"""The interface of a scheduler's adapter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Cluster(Protocol):
         """Returns the scripts or manifests that ``up`` would submit, by file name. A person can submit them by hand."""
         ...
 
-    def up(self, hosts: int) -> list[Job]:
-        """Starts the service and so many hosts. If a part is refused, nothing stays submitted."""
+    def up(self, hosts: int | None) -> list[Job]:
+        """Starts the service and so many hosts, or as many as the file says. If one is refused, nothing stays."""
         ...
 
     def jobs(self) -> list[Job]: ...

@@ -77,13 +77,13 @@ class SlurmCluster:
             for part, job in self._names.items()
         }
 
-    def up(self, hosts: int) -> list[Job]:
+    def up(self, hosts: int | None) -> list[Job]:
         if running := self.jobs():
             raise InvalidValue("--file", str(self._file.path), "a run without jobs", why=f"has job {running[0].name}")
         self._prepare()
         try:
             self._submit("service")
-            for _ in range(hosts):
+            for _ in range(self._table.hosts if hosts is None else hosts):
                 self._submit("host")
         except InvalidValue:
             for job in self.jobs():
@@ -92,12 +92,11 @@ class SlurmCluster:
         return self.jobs()
 
     def jobs(self) -> list[Job]:
-        found = []
-        for part, name in self._names.items():
-            lines = _called("squeue", "--noheader", f"--name={name}", "--format=%i|%T|%N|%r").splitlines()
-            for line in lines:
-                number, state, machine, reason = line.strip().split("|", 3)
-                found.append(Job(number, part, state.lower(), machine, "" if reason == "None" else reason))
+        found, parts = [], {name: part for part, name in self._names.items()}
+        listed = _called("squeue", "--noheader", f"--name={','.join(parts)}", "--sort=i", "--format=%j|%i|%T|%N|%r")
+        for line in listed.splitlines():
+            name, number, state, machine, reason = line.strip().split("|", 4)
+            found.append(Job(number, parts[name], state.lower(), machine, "" if reason == "None" else reason))
         return found
 
     def want(self, hosts: int) -> list[Job]:
@@ -106,21 +105,20 @@ class SlurmCluster:
             self._submit("host")
         by_worth = sorted(present, key=lambda job: (job.state != "pending", -int(job.name)))
         for job in by_worth[: max(0, len(present) - hosts)]:
-            self.release(job.name)
+            self._release(job)
         return self.jobs()
 
     def release(self, host: str) -> None:
         job = next((job for job in self.jobs() if job.name == host and job.part == "host"), None)
         if job is None:
             raise InvalidValue("host", host, "the number of a host's job, as `dora cluster status` lists it")
-        self._released(host).touch()
-        _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), host)
+        self._release(job)
 
     def down(self) -> list[str]:
         if self._folder.is_dir():
             (self._folder / "ended").touch()
         for job in self.jobs():
-            _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), job.name)
+            _end(job)
         ends_s = time.monotonic() + DRAIN_S
         while (left := self.jobs()) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
@@ -151,8 +149,16 @@ class SlurmCluster:
     def _submit(self, part: str) -> None:
         _called("sbatch", "--parsable", str(self._folder / f"{part}.sh"), setting=f"{TABLE}.{part}")
 
+    def _release(self, host: Job) -> None:
+        self._released(host.name).touch()
+        _end(host)
+
     def _released(self, job: str) -> Path:
         return self._folder / "released" / job
+
+
+def _end(job: Job) -> None:
+    _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), job.name)
 
 
 def _check_locks(path: Path) -> None:

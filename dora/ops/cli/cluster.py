@@ -33,8 +33,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Submit the service and its hosts. An earlier run's state in the same folder is carried on."""
-    cluster, default = _cluster(file)
-    hosts = default if hosts is None else hosts
+    cluster = _cluster(file)
     if dry_run:
         for name, text in cluster.planned().items():
             typer.echo(f"# {name}\n{text}")
@@ -44,7 +43,7 @@ def up(
 
 def status(file: FileOption = Path("run.toml"), as_json: JsonOption = False) -> None:
     """List the jobs of the run. `dora hosts` shows the hosts that have joined."""
-    _shown(_cluster(file)[0].jobs(), as_json)
+    _shown(_cluster(file).jobs(), as_json)
 
 
 def scale(
@@ -53,22 +52,20 @@ def scale(
     as_json: JsonOption = False,
 ) -> None:
     """Submit further hosts, or release some: their requests move, then their jobs end."""
-    _shown(_cluster(file)[0].want(hosts), as_json)
+    _shown(_cluster(file).want(hosts), as_json)
 
 
 def down(file: FileOption = Path("run.toml")) -> None:
     """End all jobs of the run, at once where they have not begun. Its state stays for the next `dora cluster up`."""
-    killed = _cluster(file)[0].down()
+    killed = _cluster(file).down()
     say("dora: the run has no jobs" + (f"; killed: {', '.join(killed)}" if killed else ""))
 
 
-def _cluster(file: Path) -> "tuple[Cluster, int]":
-    """Returns the cluster of a file, and its number of hosts."""
+def _cluster(file: Path) -> "Cluster":
     from dora.cluster.adapters import cluster_of
     from dora.cluster.run_file import read_run_file
 
-    read = read_run_file(file)
-    return cluster_of(read), int(read.table.get("hosts", 1))
+    return cluster_of(read_run_file(file))
 
 
 def _shown(jobs: "Iterable[Job]", as_json: bool) -> None:

@@ -96,7 +96,9 @@ def restore_prompts(ledger: PromptLedger, found: Found, groups: list[LiveGroup])
 def restored(
     buffer: ResponseBuffer, found: Found, groups: list[LiveGroup], window: WindowConfig, now: float, incarnation: int
 ) -> on.Restored:
-    """Returns the core's first event. ``now`` is in seconds since the Unix epoch. ``incarnation`` begins."""
+    """Returns the core's first event. ``now`` is in seconds since the Unix epoch. ``incarnation`` is the one that
+    begins.
+    """
     return recovery_state.restored(
         found.durable, groups, found.requests, partial(offer, buffer), window, now, incarnation
     )
