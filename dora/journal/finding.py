@@ -10,7 +10,6 @@ is refused.
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -71,8 +70,8 @@ class _Segment:
         if self.is_read:
             return
         self.is_read, of, following = True, self.of, self.following
-        is_placed = not self.is_lost and following is not None and following.base >= 0
-        self.raw = list(frames.records(of, following.base if following is not None and is_placed else None))
+        end = following.base if following is not None and following.base >= 0 and not self.is_lost else None
+        self.raw = list(frames.records(of, end))
         torn = next((hole.offset for hole in of.holes if hole.offset >= of.last_write), None)
         if following is None and torn is not None:
             self.torn_bytes, of.size_bytes = of.size_bytes - torn, torn
@@ -188,7 +187,12 @@ def _take(segment: _Segment, content: Content, compaction: Compaction, end: int,
     share = Share(of.path, of.base, of.end, holes=len(of.holes))
     compaction.enter(of.number, share)
     found: list[LogRecord] = []
-    for record, size_bytes in _decoded(segment, share):
+    for offset, code, body in segment.raw:
+        size_bytes = frames.HEAD_BYTES + len(body)
+        if code == EVENT:
+            share.size_bytes += size_bytes
+            continue
+        record = segment.decoded(offset, code, body)
         compaction.count(record, size_bytes, of.number)
         found.append(record)
     share.gather()
@@ -196,14 +200,6 @@ def _take(segment: _Segment, content: Content, compaction: Compaction, end: int,
     if of.base >= 0 and of.end < end:  # cut between two records, it looks whole
         share.missing, share.end = end - of.end, end
         said.append(f"{of.path}: {share.missing} bytes at its end are missing")
-
-
-def _decoded(segment: _Segment, share: Share) -> Iterator[tuple[LogRecord, int]]:
-    for offset, code, body in segment.raw:
-        if code == EVENT:
-            share.size_bytes += frames.HEAD_BYTES + len(body)
-        else:
-            yield segment.decoded(offset, code, body), frames.HEAD_BYTES + len(body)
 
 
 def _cut(segment: LogSegment) -> None:
