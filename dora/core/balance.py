@@ -17,6 +17,9 @@ from dora.core.state import State
 PRESSURE_REST_S: Final = 5.0  # pause between two checks of pressure
 RELIEF_REST_S: Final = 1.0  # pause between two searches for moves: otherwise each ended response would start one
 FRUITLESS_REST_S: Final = 5.0  # pause after a search without result, unless a slot has become free
+# Pause before another plan for a lost worker, for each worker of the fleet. A plan for 1,024 workers takes about 0.1 s:
+# if they are lost one by one, plans take a tenth of a core.
+LOSS_REST_S: Final = 0.001
 
 # Events that re-balance by themselves. A Tick does so when a period has passed or KV is nearly full; so do a version
 # without a worker and a starved worker (scheduler.py).
@@ -39,6 +42,7 @@ class Balance:
         self._moves: deque[Move] = deque()  # moves of the last plan that have not begun
         self._reason = ""  # of these moves
         self._balanced_s = 0.0
+        self._plans_for_loss = False  # at the next Tick after LOSS_REST_S
         self._relief_s = 0.0  # earliest time of the next search for moves between plans
         self._no_free_slot: frozenset[int] = frozenset()  # versions without a free slot at the last search
 
@@ -47,23 +51,31 @@ class Balance:
             return Trigger.UPDATE
         if isinstance(event, on.Tick):
             return self._trigger_of_time()
+        if isinstance(event, on.WorkerLost) and self._rests_from_losses():
+            self._plans_for_loss = True
+            return None
         return TRIGGERS.get(type(event))
 
     def _trigger_of_time(self) -> Trigger | None:
         balance = self._state.config.balance
         since_s = self._state.now_s - self._balanced_s
+        if self._plans_for_loss and not self._rests_from_losses():
+            return Trigger.MEMBERSHIP
         if since_s >= balance.period_s:
             return Trigger.TIME
         if since_s >= min(PRESSURE_REST_S, balance.period_s) and self._state.worklist.nearly_full:
             return Trigger.PRESSURE
         return None
 
+    def _rests_from_losses(self) -> bool:
+        return self._state.now_s - self._balanced_s < LOSS_REST_S * len(self._state.workers)
+
     def rebalance(self, trigger: Trigger) -> None:
         """Applies a new plan's targets and keeps its moves; settling then begins moves and loads empty workers."""
         state = self._state
         state.counters.rebalances += 1
         self._balanced_s = state.now_s
-        state.replan = False
+        self._plans_for_loss = state.replan = False
         self.policy.observe(Dispatcher(state))
         plan = self.policy.plan(view_of(state), trigger)
         for index, version in plan.targets.items():

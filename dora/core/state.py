@@ -335,11 +335,13 @@ class State:
 
     def answers_no_more(self, name: str, epoch: int) -> None:
         """Forgets pending commands of an ended epoch of a worker or pool."""
-        self.pending = {
-            number: pending
+        ended = [
+            number
             for number, pending in self.pending.items()
-            if (pending.command.worker_id, pending.command.epoch) != (name, epoch)
-        }
+            if pending.command.worker_id == name and pending.command.epoch == epoch
+        ]
+        for number in ended:
+            del self.pending[number]
 
     def add_pool(self, pool_id: str, epoch: int, kv_tokens: int, host: str) -> Pool:
         pool = self.pools[pool_id] = Pool(pool_id, epoch, _free_index(self.pool_list), kv_tokens, host)

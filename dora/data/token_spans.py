@@ -73,7 +73,7 @@ class TokenColumns:
 
     def only(self, chosen: Column) -> "TokenColumns":
         """Returns the chosen spans alone. ``chosen`` has one bool a span."""
-        if chosen.all():
+        if np.count_nonzero(chosen) == len(chosen):
             return self
         names = ("rows", "first_tokens", "counts", "ends", "begins", "routed_begins", "routed_bytes")
         places = {index: place for place, index in enumerate(np.flatnonzero(chosen).tolist())}

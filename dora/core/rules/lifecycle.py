@@ -43,7 +43,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
     rows, tokens, ends = event.rows, event.tokens, event.ends
     taken = state.reported(worker, rows)
     grew = evaluation.progress(state, worker, event) if state.evaluations.running else False
-    if not taken.all():
+    if np.count_nonzero(taken) < len(taken):
         rows, tokens, ends = rows[taken], tokens[taken], ends[taken]
     # KV of evaluations is no load of training; this also marks the worker's load as changed
     state.uses(worker, max(0, event.kv_used_tokens - state.evaluations.kv_tokens(worker.worker_id)))
@@ -53,7 +53,7 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
         "version", "tokens", "prompt_tokens", "claim"
     )
     wrong = version[rows] != event.version
-    if wrong.any():  # C1: such a token is never accepted
+    if np.count_nonzero(wrong):  # C1: such a token is never accepted
         first = int(wrong.argmax())
         state.counters.c1_violations += 1
         membership.evict(
@@ -61,10 +61,10 @@ def tokens_reported(state: State, event: on.TokensReported) -> None:
         )
         return
     ended = rows[ends.nonzero()].tolist()
-    stalls.reported(state, worker, bool(grew or ended or (tokens > response_tokens[rows]).any()))
+    stalls.reported(state, worker, bool(grew or ended or np.count_nonzero(tokens > response_tokens[rows])))
     response_tokens[rows] = tokens
     before, context = claimed[rows], prompt_tokens[rows] + tokens
-    if (context > before).any():
+    if np.count_nonzero(context > before):
         claim = claimed[rows] = np.maximum(before, context)
         worker.kv_claimed += int((claim - before).sum())
     for row in ended:

@@ -71,8 +71,9 @@ class Accepted:
         """
         columns, counts = self.columns, self.after - self.before
         is_recorded = (self.numbers >= 0) & ((counts > 0) | (columns.ends > 0))
-        is_whole = bool(is_recorded.all())
-        if self.is_mixed or (not (is_whole and len(counts)) and not is_recorded.any()):
+        recorded = np.count_nonzero(is_recorded)
+        is_whole = recorded == len(counts)
+        if self.is_mixed or not recorded:
             return None
         token_ids, logprobs = columns.token_ids, columns.logprobs
         total = int(counts.sum())
@@ -96,7 +97,7 @@ class Accepted:
             [[index, stop] for index, stop in columns.stops.items()],
             routed_bytes,
             routed,
-            attempts=self.attempts if self.attempts.any() else self.attempts[:0],
+            attempts=self.attempts if np.count_nonzero(self.attempts) else self.attempts[:0],
             prompt_logprobs=[[index, raw] for index, raw in columns.prompt_logprobs.items()],
         )
         return tokens if is_whole else records.only(tokens, is_recorded)

@@ -244,7 +244,7 @@ class ResponseBuffer:
         response.
         """
         of_another_version = self._columns.version[columns.rows] != version
-        if of_another_version.any():
+        if np.count_nonzero(of_another_version):
             columns = columns.only(of_another_version)
             rows = columns.rows
             buffered, numbers, skips = (
@@ -266,9 +266,9 @@ class ResponseBuffer:
         after = buffered + columns.counts - repeated
         is_new = after > buffered
         segments: tuple[BegunSegment, ...] = ()
-        if (arrives := is_new & self._columns.arrives[rows]).any():
+        if np.count_nonzero(arrives := is_new & self._columns.arrives[rows]):
             segments = self._segments_begun(worker_id, rows, arrives, at)
-        if (begins_turn := is_new & self._columns.begins[rows]).any():
+        if np.count_nonzero(begins_turn := is_new & self._columns.begins[rows]):
             self._begin_turns(rows[begins_turn], at)
         tokens = np.empty(len(columns.token_ids), TOKEN)
         tokens["token_id"], tokens["logprob"] = columns.token_ids, columns.logprobs
@@ -286,7 +286,7 @@ class ResponseBuffer:
             self._by_row[int(rows[index])].prompt_logprobs = raw
         if self._owing:
             self._owing.difference_update(rows[is_new].tolist())
-        if is_new.all():
+        if np.count_nonzero(is_new) == len(is_new):
             self._columns.extend(rows, after, at)
         else:
             self._columns.extend(rows[is_new], after[is_new], at)

@@ -26,10 +26,10 @@ def check_spans(
     """
     rows, firsts, counts = columns.rows, columns.first_tokens, columns.counts
     max_tokens = responses.max_tokens[rows]
-    reached, continues = firsts + counts, bool((firsts == buffered).all())
+    reached, continues = firsts + counts, not np.count_nonzero(firsts != buffered)
     if not continues:
         reached = np.maximum(buffered, reached)
-    if not (continues and (reached <= max_tokens).all() and reached.all()):
+    if not continues or np.count_nonzero(reached > max_tokens) or np.count_nonzero(reached) < len(reached):
         for field, wrong, value, allowed in (
             ("first token", firsts > buffered, firsts, "{} or before"),
             ("tokens", reached > max_tokens, reached, "at most max_tokens, {}"),
