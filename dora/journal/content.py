@@ -286,15 +286,14 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
         pairs["token_id"], pairs["logprob"] = each.token_ids, each.logprobs
         begins = np.cumsum(counts) - counts
         cells = np.repeat(target - begins, counts) + np.arange(len(pairs))
-        if (position < 0).any():
+        if np.count_nonzero(position < 0):
             chosen = np.repeat(position >= 0, counts)
             cells, pairs = cells[chosen], pairs[chosen]
         requests.tokens.view(np.int64)[cells] = pairs.view(np.int64)  # one pass: a token is as wide as an int64
-        for index, *segment_start in each.segment_starts:
-            if position[index] >= 0:
-                requests.segment_starts.setdefault(int(position[index]), []).append(
-                    (segment_start[0], segment_start[1], segment_start[2])
-                )
+        listed = position.tolist() if each.segment_starts else []
+        for index, worker_id, first_token, arrival in each.segment_starts:
+            if (place := listed[index]) >= 0:
+                requests.segment_starts.setdefault(place, []).append((worker_id, first_token, arrival))
         for index, stop in each.stops:
             if position[index] >= 0:
                 requests.stops[int(position[index])] = stop
@@ -313,7 +312,8 @@ def _spread(requests: Requests, tokens: Sequence[Tokens], positions: Column, tar
                 routed.setdefault(int(position[index]), []).append((int(each.first_tokens[index]), rows))
         begin = end
     for segment_starts in requests.segment_starts.values():
-        segment_starts.sort(key=lambda segment_start: segment_start[1])
+        if len(segment_starts) > 1:
+            segment_starts.sort(key=lambda segment_start: segment_start[1])
     for turns in requests.turns.values():
         turns.sort()
     requests.routed = {position: b"".join(rows for _, rows in sorted(parts)) for position, parts in routed.items()}

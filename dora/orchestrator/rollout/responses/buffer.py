@@ -83,7 +83,7 @@ class ResponseBuffer:
         responses = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
         for response in responses:
             response.window_versions = self.window_versions
-        self._number(responses, self.next_number)
+        self._number(responses, tuple(rows.values()), self.next_number)
         return responses
 
     def give(self, order: TurnOrder, at: float) -> records.Tokens:
@@ -136,51 +136,60 @@ class ResponseBuffer:
     def number(self, group_id: str) -> int:
         return self._groups[group_id][0].number
 
-    def _number(self, responses: tuple[ResponseState, ...], first: int) -> None:
+    def _number(self, responses: tuple[ResponseState, ...], rows: Sequence[int], first: int) -> None:
         for number, response in enumerate(responses, start=first):
             response.number = number
-            self._columns.number(response.row, number)
+        self._columns.number(list(rows), range(first, first + len(responses)))
         self.next_number = max(self.next_number, first + len(responses))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
         """Adds a group from the journal. ``first`` is the index of its first request in ``found``."""
-        attempts = found.attempts[first : first + len(group.rows)].tolist()
+        span = slice(first, first + len(group.rows))
+        attempts = found.attempts[span].tolist()
         names = [f"{group.group_id}.{index}" for index in range(len(group.rows))]
         rows = dict(zip(map(attempt_id, names, attempts), group.rows, strict=True))
         responses = self._groups[group.group_id] = self.begin(
             group.group_id, group.prompt, group.version, rows, group.at
         )
-        self._number(responses, group.number)
-        for position, response in enumerate(responses, start=first):
-            if attempts[position - first]:
-                response.attempt = attempts[position - first]
+        self._number(responses, group.rows, group.number)
+        begins, counts, ends = (column[span].tolist() for column in (found.begins, found.counts, found.ends))
+        for index, response in enumerate(responses):
+            response.window_versions = group.window_versions
+            response.delivered += found.tokens[begins[index] : begins[index] + counts[index]].tobytes()
+            starts = found.segment_starts.get(first + index, ())
+            response.segment_starts = [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
+            if ends[index]:
+                self._restore_end(response, first + index, found)
+            if attempts[index]:
+                response.attempt = attempts[index]
                 response.sampling = reseeded(response.sampling, f"~{response.attempt}")
                 self._columns.number(response.row, response.number, response.attempt)
-            response.window_versions = group.window_versions
-            begin, count = int(found.begins[position]), int(found.counts[position])
-            response.delivered += found.tokens[begin : begin + count].tobytes()
-            response.routed += found.routed.get(position, b"")
-            starts = found.segment_starts.get(position, ())
-            response.segment_starts += [SegmentStart(*start) for start in starts]  # type: ignore[arg-type]
-            end = int(found.ends[position])
-            response.finish_reason, response.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
-            response.inputs += runs_of(found.turns.get(position, ()))
-            response.begin_idle()
-            response.finished_at = float(found.heard_at[position]) if response.finish_reason is not None else 0.0
-            response.stop = found.stops.get(position, "")
-            verdict = found.verdicts.get(position)
-            if verdict is not None:
-                response.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid, verdict.turns)
-        span = slice(first, first + len(responses))
-        heard_at = np.maximum(found.heard_at[span], group.at)
-        self._columns.extend(np.array(group.rows), found.counts[span], heard_at)
-        for position, response in enumerate(responses, start=first):
-            if response.inputs:
-                came = found.prompt_logprobs.get(position, {})
-                response.prompt_logprobs = came.get(response.inputs[-1].buffer_end, b"")
-                self._note_owing(response)
-                last_s = float(self._columns.heard_at[response.row])
-                self._columns.give(response.row, response.inputs[-1], response.first_fed(), last_s, len(response))
+        if found.routed:
+            for position, response in enumerate(responses, start=first):
+                response.routed += found.routed.get(position, b"")
+        self._columns.extend(np.array(group.rows), found.counts[span], np.maximum(found.heard_at[span], group.at))
+        if group.prompt.environment:
+            for position, response in enumerate(responses, start=first):
+                self._restore_turns(response, position, found)
+
+    def _restore_end(self, response: ResponseState, position: int, found: Requests) -> None:
+        end = int(found.ends[position])
+        response.finish_reason, response.is_closed = FINISH_REASONS[end & ~records.CLOSED], end >= records.CLOSED
+        response.finished_at = float(found.heard_at[position])
+        response.stop = found.stops.get(position, "")
+        if (verdict := found.verdicts.get(position)) is not None:
+            response.reward = Reward(verdict.value, verdict.components, verdict.log, verdict.valid, verdict.turns)
+
+    def _restore_turns(self, response: ResponseState, position: int, found: Requests) -> None:
+        response.inputs += runs_of(found.turns.get(position, ()))
+        if response.inputs and not found.ends[position]:
+            response.finish_reason = None  # turn 0 has ended, and a later turn goes on
+        if response.inputs:
+            came = found.prompt_logprobs.get(position, {})
+            response.prompt_logprobs = came.get(response.inputs[-1].buffer_end, b"")
+            self._note_owing(response)
+            last_s = float(self._columns.heard_at[response.row])
+            self._columns.give(response.row, response.inputs[-1], response.first_fed(), last_s, len(response))
 
     def begin(
         self, group_id: str, prompt: Prompt, version: int, rows: Mapping[str, int], at: float
@@ -194,12 +203,14 @@ class ResponseBuffer:
         return responses
 
     def _enter(self, responses: tuple[ResponseState, ...], at: float) -> None:
-        self._responses.update((response.request_id, response) for response in responses)
-        for response in responses:
-            self._by_row[response.row], self._delivered_by_row[response.row] = response, response.delivered
-            response.begin_idle()
-        first, rows = responses[0], np.array([response.row for response in responses])
-        self._columns.begin(rows, first.version, first.sampling.max_tokens, len(first.prompt.token_ids), at)
+        first, rows = responses[0], [response.row for response in responses]
+        self._responses.update([(response.request_id, response) for response in responses])
+        self._by_row.update(zip(rows, responses, strict=True))
+        self._delivered_by_row.update([(response.row, response.delivered) for response in responses])
+        if not first.prompt.token_ids:
+            for response in responses:
+                response.finish_reason = "stop"  # turn 0 of a session, because turn 1 brings the prompt
+        self._columns.begin(np.array(rows), first.version, first.sampling.max_tokens, len(first.prompt.token_ids), at)
 
     def end(self, responses: tuple[ResponseState, ...]) -> None:
         """Removes response states; no further token is accepted for them."""

@@ -1,5 +1,7 @@
 """The numbers of every live response that a report needs, in columns indexed by the core's rows."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dora.data.token_spans import Column
@@ -46,8 +48,8 @@ class ResponseColumns:
         """Sets whether the response's next tokens may begin a segment."""
         self.arrives[row] = arrives
 
-    def number(self, row: int, number: int, attempt: int = 0) -> None:
-        self.numbers[row], self.attempts[row] = number, attempt
+    def number(self, rows: int | Sequence[int], numbers: int | Sequence[int], attempt: int = 0) -> None:
+        self.numbers[rows], self.attempts[rows] = numbers, attempt
 
     def give(self, row: int, run: InputRun, first_fed: int, at: float, buffered: int = -1) -> None:
         """Begins a turn of a session. ``buffered`` counts its path's response tokens (-1: up to the given ones)."""

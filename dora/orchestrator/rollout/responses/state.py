@@ -84,11 +84,6 @@ class ResponseState:
     is_closed: bool = False  # sessions: its environment has ended it, or it was broken off
     prompt_logprobs: bytes = b""  # sessions: float32, of the present turn, once they have come
 
-    def begin_idle(self) -> None:
-        """Ends turn 0 of a session without a prompt, because turn 1 brings the prompt."""
-        if not self.prompt.token_ids and not self.inputs:
-            self.finish_reason = "stop"
-
     @property
     def is_session(self) -> bool:
         return bool(self.prompt.environment)
