@@ -14,7 +14,7 @@ from dora.config.planning import (
     WindowConfig,
     WindowSize,
 )
-from dora.config.processes import KvConfig, ServiceConfig, TlsConfig, WorkersConfig
+from dora.config.processes import ClusterConfig, KvConfig, ServiceConfig, TlsConfig, WorkersConfig
 from dora.config.reading import (
     Override,
     Setting,
@@ -40,6 +40,7 @@ from dora.config.whole import Config
 __all__ = [
     "DEFAULT_POLICY",
     "BalanceConfig",
+    "ClusterConfig",
     "ColumnsConfig",
     "Config",
     "CostConfig",

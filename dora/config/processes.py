@@ -22,6 +22,28 @@ KV_TOKENS_MIN: Final = 64
 KV_MB, KV_MB_MIN = 1024, 16
 
 
+class ClusterConfig(Section):
+    """Hosts that join and leave by the service's advice (``dora cluster follow``)."""
+
+    autoscale: Literal["off", "advise", "act"] = Field(
+        "off",
+        description="advise: the status says how many hosts make steps cost least; act: `dora cluster follow` asks the "
+        "scheduler for them, and gives back those whose leaving costs least",
+    )
+    hosts_min: int = Field(0, ge=0, le=4096, description="beside the service's own host")
+    hosts_max: int = Field(64, ge=0, le=4096, description="beside the service's own host")
+    cooldown_s: Seconds = Field(300.0, description="from a change of the number of workers to the next advice")
+    price: float = Field(
+        0.05, ge=0.0, le=1000.0, description="of a host in a unit of time, where all but the joined hosts costs 1"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.hosts_min > self.hosts_max:
+            raise InvalidValue("cluster.hosts_min", self.hosts_min, f"at most cluster.hosts_max, {self.hosts_max}")
+        return self
+
+
 class WorkersConfig(Section):
     """The rollout workers: one process and one engine each."""
 

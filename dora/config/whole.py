@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from dora.config.planning import BalanceConfig, RolloutConfig, SelectionConfig, WindowConfig
-from dora.config.processes import KvConfig, ServiceConfig, TlsConfig, WorkersConfig
+from dora.config.processes import ClusterConfig, KvConfig, ServiceConfig, TlsConfig, WorkersConfig
 from dora.config.section import Section
 from dora.config.tasks import EnvironmentConfig, EvaluationConfig, PromptsConfig, RewardConfig, SessionsConfig
 from dora.data.limits import (
@@ -37,6 +37,7 @@ class Config(Section):
     kv: KvConfig = KvConfig()
     service: ServiceConfig = ServiceConfig()
     tls: TlsConfig = TlsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     reward: RewardConfig = RewardConfig()
     sessions: SessionsConfig = SessionsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -22,6 +22,7 @@ from dora.orchestrator.core import ServiceCore
 from dora.orchestrator.executor import Executor
 from dora.orchestrator.guard import tls_of
 from dora.orchestrator.hosts.examinations import Examinations
+from dora.orchestrator.hosts.fleet_advice import FleetAdvice
 from dora.orchestrator.hosts.fronts import Fronts
 from dora.orchestrator.hosts.hosts import Hosts
 from dora.orchestrator.recording.storage import PERSISTED, RUN_FOLDER, Storage
@@ -98,6 +99,8 @@ class Runtime:
         self.draining = Draining(config, core, feed, self.trainers)
         shown = (self.hosts, self.sessions, self.telemetry, self.storage, self.trainers, self.evaluating, self.draining)
         self.status = ServiceStatus(config, core, feed, *shown)
+        self.fleet_advice = FleetAdvice(config, core.state, self.hosts, self.telemetry)
+        self.status.fleet_advice = self.fleet_advice.status
         self.examinations = Examinations(self.hosts, self.sessions, core.state, tls_of(config))
         self.fronts = Fronts()
         self.storage.tell(lambda fault: core.soon(functools.partial(self._storage_changed, fault)))
@@ -197,6 +200,7 @@ class Runtime:
             self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)
             self.hosts.look(self.config.workers.silence_timeout_s)
             self.core.post(on.Tick())
+            self.fleet_advice.look()
             self.durable_ends.settle()
             with self.storage.tidying(RUN_FOLDER):
                 self.sweep_snapshots()

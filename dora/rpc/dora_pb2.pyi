@@ -847,7 +847,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ..., only_new: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves", "window_wait", "warnings", "prompts_total", "step_s", "agents_wait_s")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves", "window_wait", "warnings", "prompts_total", "step_s", "fleet_advice", "agents_wait_s")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -887,6 +887,7 @@ class Status(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    FLEET_ADVICE_FIELD_NUMBER: _ClassVar[int]
     AGENTS_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
@@ -920,8 +921,9 @@ class Status(_message.Message):
     warnings: _containers.RepeatedCompositeFieldContainer[LogLine]
     prompts_total: int
     step_s: float
+    fleet_advice: FleetAdvice
     agents_wait_s: float
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., window_wait: _Optional[_Union[WindowWait, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ..., prompts_total: _Optional[int] = ..., step_s: _Optional[float] = ..., agents_wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., window_wait: _Optional[_Union[WindowWait, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ..., prompts_total: _Optional[int] = ..., step_s: _Optional[float] = ..., fleet_advice: _Optional[_Union[FleetAdvice, _Mapping]] = ..., agents_wait_s: _Optional[float] = ...) -> None: ...
 
 class WindowWait(_message.Message):
     __slots__ = ("waits_for", "reason", "group_id", "session_id", "environment", "since", "sessions_idle")
@@ -1054,6 +1056,20 @@ class WindowChange(_message.Message):
     size: int
     reason: str
     def __init__(self, step: _Optional[int] = ..., before: _Optional[int] = ..., size: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class FleetAdvice(_message.Message):
+    __slots__ = ("act", "hosts", "hosts_wanted", "reason", "leave_first")
+    ACT_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    act: bool
+    hosts: int
+    hosts_wanted: int
+    reason: str
+    leave_first: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, act: _Optional[bool] = ..., hosts: _Optional[int] = ..., hosts_wanted: _Optional[int] = ..., reason: _Optional[str] = ..., leave_first: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostStatus(_message.Message):
     __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone")

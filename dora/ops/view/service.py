@@ -436,6 +436,15 @@ def warning(line: LogLine) -> str:
     return f"{strftime('%H:%M:%S', localtime(line.at))} {escaped(line.text)}"
 
 
+def advice(status: Status) -> str:
+    """The number of hosts that is advised, if another one is."""
+    found = status.fleet_advice
+    if found.hosts_wanted == found.hosts:
+        return ""
+    does = "follows" if found.act else "advised"
+    return f"; {does}: {found.hosts_wanted} joined hosts, not {found.hosts} ({found.reason})"
+
+
 def pace(status: Status) -> str:
     if status.window_wait.waits_for == "agents":
         return "waits for agents: more workers would not help"
@@ -443,4 +452,5 @@ def pace(status: Status) -> str:
         return "unknown until a trainer has reported its waiting time for two steps"
     count, share = status.dp_groups_to_add, status.agents_wait_s / (status.step_s or 1.0)
     text = f"lags training: {count} more worker{'s' * (count > 1)} would keep up" if count else "keeps up with training"
-    return text + (f"; {share:.0%} of a step's time waits for agents" if share >= AGENTS_SHARE else "")
+    text += f"; {share:.0%} of a step's time waits for agents" if share >= AGENTS_SHARE else ""
+    return text + advice(status)

@@ -505,6 +505,10 @@ class Hosts:
         lost = (*expected, *self._lost.values())
         return [*(_state_of(host) for host in self._hosts.values()), *(shown.state for shown in lost)]
 
+    def staying(self) -> list[str]:
+        """Returns the joined hosts that are ready and not to leave."""
+        return [host.name for host in self._remote() if _state_of(host) == "ready"]
+
     def statuses(self) -> list[pb.HostStatus]:
         """Returns the hosts for operators: the service's own first, then connected, expected and lost ones."""
         there = sorted(self._hosts.values(), key=lambda host: (host.session is not None, host.name))

@@ -1,6 +1,6 @@
 """The status for operators as wire messages. Changes nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice, takewhile
 from typing import Final
@@ -65,6 +65,7 @@ class ServiceStatus:
 
     def __post_init__(self) -> None:
         self.tier: KvTier | None = None
+        self.fleet_advice: Callable[[], pb.FleetAdvice | None] = lambda: None
         self.warnings = LastWarnings()
         self.started_s = awake_s()
 
@@ -118,6 +119,7 @@ class ServiceStatus:
             warnings=[pb.LogLine(at=at, level=level, text=text) for at, level, text in tuple(self.warnings.lines)],
             step_s=step_s,
             agents_wait_s=agents_wait_s,
+            fleet_advice=self.fleet_advice(),
         )
 
     def workers_to_add(self) -> int | None:

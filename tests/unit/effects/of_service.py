@@ -126,7 +126,7 @@ def ticks(config: Config, _: Place) -> int:
             self.hosts = type("Hosts", (), {"look": nothing})
             self.telemetry = Telemetry()
             self.storage = type("Storage", (), {"tidying": lambda *_: contextlib.nullcontext()})
-            self.durable_ends = SimpleNamespace(settle=nothing)
+            self.durable_ends, self.fleet_advice = SimpleNamespace(settle=nothing), SimpleNamespace(look=nothing)
             self.sweep_snapshots = self._end_hopeless_step = nothing
 
         async def look_at_storage(self) -> None: ...

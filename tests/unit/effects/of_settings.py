@@ -3,6 +3,7 @@
 from typing import Final
 
 from tests.unit.effects import (
+    of_cluster,
     of_core,
     of_engines,
     of_environments,
@@ -20,6 +21,7 @@ ROWS: Final[dict[str, Row]] = {
     **of_engines.ROWS,
     **of_environments.ROWS,
     **of_evaluation.ROWS,
+    **of_cluster.ROWS,
     **of_limits.ROWS,
     **of_planes.ROWS,
     **of_prompts.ROWS,
