@@ -14,6 +14,7 @@ class Job:
     state: str
     machine: str = ""
     reason: str = ""
+    host: str = ""  # its name in the service, of a host
 
 
 class Cluster(Protocol):

@@ -69,7 +69,8 @@ class SlurmCluster:
         self._names = {part: f"dora-{name}-{part}" for part in ("service", "host")}
 
     def planned(self) -> Mapping[str, str]:
-        values = {**self._table.model_dump(), "folder": self._folder}
+        follows = self._file.config.cluster.autoscale == "act"
+        values = {**self._table.model_dump(), "folder": self._folder, "follows": follows}
         return {
             f"{part}.sh": _SCRIPTS.get_template(f"slurm_{part}.sh.j2").render(
                 values, job=job, options=getattr(self._table, part)
@@ -96,7 +97,8 @@ class SlurmCluster:
         listed = _called("squeue", "--noheader", f"--name={','.join(parts)}", "--sort=i", "--format=%j|%i|%T|%N|%r")
         for line in listed.splitlines():
             name, number, state, machine, reason = line.strip().split("|", 4)
-            found.append(Job(number, parts[name], state.lower(), machine, "" if reason == "None" else reason))
+            part, why = parts[name], "" if reason == "None" else reason
+            found.append(Job(number, part, state.lower(), machine, why, f"h{number}" if part == "host" else ""))
         return found
 
     def want(self, hosts: int) -> list[Job]:

@@ -139,6 +139,22 @@ async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path
     assert with_marks([f"{run.shared}"]) == []
 
 
+async def test_a_host_is_asked_for_as_the_service_advises(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    """The service's job follows its advice; so can anybody who has its token."""
+    run = Run(slurm, tmp_path, tiny_dense)
+    run.file.write_text(run.file.read_text() + '[cluster]\nautoscale = "act"\nhosts_min = 1\n')
+    file = ("--file", str(run.file))
+    assert run.dora("up", *file, "--hosts", "0").returncode == 0
+    async with asyncio.timeout(120):
+        while not (hosts := run.jobs("host")):  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0.5)
+    await run.until_hosts(f"h{hosts[0]['name']}")
+    reach = ("--address", run.address, "--token-file", str(run.shared / "token"))
+    again = run.dora("follow", *file, *reach, "--once")
+    assert again.returncode == 0 and not again.stderr, "there are as many as are advised"
+    assert run.dora("down", *file).returncode == 0 and with_marks([f"{run.shared}"]) == []
+
+
 def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
     run = Run(slurm, tmp_path, tiny_dense, host=["--partition=nowhere"])
     done = run.dora("up", "--file", str(run.file))

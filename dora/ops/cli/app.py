@@ -66,6 +66,7 @@ CLUSTER_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "status": (cluster.status, cluster.STATUS),
     "scale": (cluster.scale, cluster.SCALE),
     "down": (cluster.down, cluster.DOWN),
+    "follow": (cluster.follow, cluster.FOLLOW),
 }
 cluster_app = typer.Typer(cls=DoraGroup, no_args_is_help=True, help="Run on machines that Slurm gives out.")
 

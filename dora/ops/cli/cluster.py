@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dora.ops.cli.control.service import ask
 from dora.ops.cli.exits import say
-from dora.ops.cli.options import JsonOption
+from dora.ops.cli.options import AddressOption, JsonOption, TokenOption
 from dora.ops.cli.output import print_result
+from dora.ops.stored_token import DEFAULT_ADDRESS
 
 if TYPE_CHECKING:
     from dora.cluster.adapter import Cluster, Job
@@ -18,6 +20,8 @@ UP = "dora cluster up --file run.toml --hosts 4"
 STATUS = "dora cluster status --file run.toml"
 SCALE = "dora cluster scale 8 --file run.toml"
 DOWN = "dora cluster down --file run.toml"
+FOLLOW = "dora cluster follow --file run.toml --address node7:7070 --token-file token"
+FOLLOWED_S = 10.0
 
 FileOption = Annotated[
     Path, typer.Option("--file", metavar="FILE", help="The run's configuration, with a table \\[slurm].")
@@ -59,6 +63,31 @@ def down(file: FileOption = Path("run.toml")) -> None:
     """End all jobs of the run, at once where they have not begun. Its state stays for the next `dora cluster up`."""
     killed = _cluster(file).down()
     say("dora: the run has no jobs" + (f"; killed: {', '.join(killed)}" if killed else ""))
+
+
+def follow(
+    file: FileOption = Path("run.toml"),
+    address: AddressOption = DEFAULT_ADDRESS,
+    token: TokenOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once, then end.")] = False,
+) -> None:
+    """Ask the scheduler for hosts, and give some back, as the service advises (cluster.autoscale = "act")."""
+    import time
+
+    from dora.cluster.following import follow as carry_out
+    from dora.rpc.errors import ServiceUnavailable
+
+    cluster = _cluster(file)
+    while True:
+        try:
+            for line in carry_out(cluster, ask(address, token, lambda operator: operator.status()).fleet_advice):
+                say(f"dora: {line}")
+        except ServiceUnavailable:  # it starts, or starts again elsewhere
+            if once:
+                raise
+        if once:
+            return
+        time.sleep(FOLLOWED_S)
 
 
 def _cluster(file: Path) -> "Cluster":

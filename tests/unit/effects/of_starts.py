@@ -136,6 +136,7 @@ MADE: Final = Shown(GUARD + "test_a_clusters_certificates_are_made_and_renewed")
 CLUSTERS: Final = "tests/clusters/test_slurm.py::"
 SLURM: Final = Shown(CLUSTERS + "test_a_run_outlives_what_slurm_does_to_it")
 JOBS: Final = Shown(CLUSTERS + "test_what_slurm_refuses_is_said_and_nothing_stays")
+FOLLOWS: Final = Shown(CLUSTERS + "test_a_host_is_asked_for_as_the_service_advises")
 GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token", "doctor")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
@@ -147,6 +148,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **{("cluster scale", option): SLURM for option in ("file", "hosts", "as_json")},
     **{("cluster status", option): JOBS for option in ("file", "as_json")},
     ("cluster down", "file"): SLURM,
+    **{("cluster follow", option): FOLLOWS for option in ("file", "address", "token", "once")},
     ("cluster up", "dry_run"): Shown(CLUSTERS + "test_the_scripts_can_be_read_and_submitted_by_hand"),
     **FRONTS,
     **of_environments.OPTIONS,

@@ -1,0 +1,27 @@
+"""Follows the service's advice on the number of hosts (``cluster.autoscale = "act"``)."""
+
+from collections.abc import Iterator
+
+from dora.cluster.adapter import Cluster
+from dora.rpc.dora_pb2 import FleetAdvice
+
+
+def follow(cluster: Cluster, advice: FleetAdvice) -> Iterator[str]:
+    """Carries out an advice. Yields what was done, as sentences.
+
+    Hosts that were asked for and have not joined count as there. Of the joined ones those leave that the advice names
+    first; none leaves that it does not name.
+    """
+    if not advice.act or advice.hosts_wanted == advice.hosts:
+        return
+    jobs = [job for job in cluster.jobs() if job.part == "host"]
+    if advice.hosts_wanted > advice.hosts:
+        if advice.hosts_wanted > len(jobs):
+            cluster.want(advice.hosts_wanted)
+            yield f"{advice.hosts_wanted - len(jobs)} more hosts are asked for: {advice.reason}"
+        return
+    by_name = {job.host: job.name for job in jobs}
+    for name in advice.leave_first[: advice.hosts - advice.hosts_wanted]:
+        if name in by_name:
+            cluster.release(by_name[name])
+            yield f"host {name} is given back: {advice.reason}"
