@@ -158,9 +158,9 @@ def parts(values: Sequence[int], count: int) -> list[Sequence[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phase-s", type=float, default=2000.0, help="simulated seconds of each of the four phases")
+    parser.add_argument("--phase-s", type=float, default=3000.0, help="simulated seconds of each of the four phases")
     parser.add_argument("--price", type=float, default=0.05, help="of a worker, in units of the rest of the cluster")
-    parser.add_argument("--most", type=int, default=12, help="workers")
+    parser.add_argument("--most", type=int, default=6, help="workers")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = measured(options.phase_s, options.price, options.most)

@@ -33,8 +33,9 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 class Run:
     """A run on Slurm, by the commands that its user would type."""
 
-    def __init__(self, slurm: Slurm, folder: Path, model: Path, **table: Any) -> None:
+    def __init__(self, slurm: Slurm, folder: Path, model: Path, engine: str = "fake", **table: Any) -> None:
         self.slurm, self.file, self.shared = slurm, folder / "run.toml", folder / "shared"
+        self.record = folder / "record"
         address = free_address()
         self.address = address
         values = {
@@ -50,6 +51,7 @@ class Run:
         self.file.write_text(f"""
             model = "{model}"
             prompts = "tiny"
+            record = "{self.record if engine == "vllm" else ""}"
             [window]
             size = 2
             [rollout]
@@ -57,7 +59,7 @@ class Run:
             max_tokens = 600
             ignore_eos = true
             [workers]
-            engine = "fake"
+            engine = "{engine}"
             count = 1
             slots = 8
             kv_tokens = 16384
@@ -69,7 +71,10 @@ class Run:
         """)
 
     def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dora", "cluster", *arguments]
+        return self.called("cluster", *arguments)
+
+    def called(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dora", *arguments]
         return subprocess.run(command, env=self.slurm.environment, capture_output=True, text=True, check=False)
 
     def jobs(self, part: str) -> list[dict[str, str]]:
@@ -91,9 +96,12 @@ class Run:
                 await asyncio.sleep(0.5)
 
 
-async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=pytest.mark.full)])
+async def test_a_run_outlives_what_slurm_does_to_it(
+    slurm: Slurm, tmp_path: Path, tiny_dense: Path, engine: str
+) -> None:
     """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left."""
-    run = Run(slurm, tmp_path, tiny_dense)
+    run = Run(slurm, tmp_path, tiny_dense, engine)
     file = ("--file", str(run.file))
     done = run.dora("up", *file, "--hosts", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -137,6 +145,9 @@ async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path
     assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
     assert run.jobs("service") == run.jobs("host") == []
     assert with_marks([f"{run.shared}"]) == []
+    if engine == "vllm":
+        verified = run.called("verify", str(run.record))
+        assert verified.returncode == 0, verified.stdout
 
 
 async def test_a_host_is_asked_for_as_the_service_advises(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
