@@ -30,6 +30,7 @@ TRIGGERS: Final[dict[type, Trigger]] = {
     on.StepCommitted: Trigger.UPDATE,
     on.VersionRepublished: Trigger.UPDATE,
     on.DrainRequested: Trigger.OPERATOR,
+    on.HostNoticed: Trigger.MEMBERSHIP,
     on.RebalanceRequested: Trigger.OPERATOR,
 }
 

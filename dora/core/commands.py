@@ -276,7 +276,7 @@ class Park(CopyOut):
 
 @dataclass(frozen=True, slots=True)
 class Resume(CopyOut):
-    """CopyOut from a pool to the worker that continues the request."""
+    """CopyOut from a pool to the worker that continues the request, or to another pool."""
 
 
 @dataclass(frozen=True, slots=True)

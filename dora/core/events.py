@@ -304,6 +304,18 @@ class HostLost:
 
 
 @dataclass(frozen=True, slots=True)
+class HostNoticed:
+    """The host leaves ``within_s`` from now: its scheduler or an operator said so. Its workers and its pool drain.
+
+    If they still hold something then, the host is lost at once. ``cause`` is for operators.
+    """
+
+    host: str
+    within_s: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class VersionArrived:
     """The host has the whole version, checked."""
 
@@ -518,6 +530,7 @@ Event = (
     | CopyBegan
     | HostJoined
     | HostLost
+    | HostNoticed
     | VersionArrived
     | VersionUnavailable
     | PoolJoined

@@ -31,7 +31,7 @@ def view_of(state: State) -> View:
         workers=_worker_columns(state),
         requests=RequestColumns(
             unfinished=_seen(requests, window),
-            movable=(status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s),
+            movable=_movable(state, status),
             version=requests["version"],
             worker=np.where(status == RUNNING, requests["worker"] - 1, -1),
             prompt_tokens=requests["prompt_tokens"],
@@ -43,6 +43,16 @@ def view_of(state: State) -> View:
         ),
         pools=tuple(pool.free for pool in state.pools.values()),
     )
+
+
+def _movable(state: State, status: Column) -> Column:
+    """Running requests that a policy may move, but for those on hosts that leave by a deadline (rules/notice.py)."""
+    requests = state.requests
+    movable: Column = (status == RUNNING) & ~requests["moving"] & (requests["rests_until_s"] <= state.now_s)
+    if state.notices:
+        noticed = [worker.index + 1 for worker in state.workers.values() if worker.host in state.notices]
+        movable &= ~np.isin(requests["worker"], noticed)
+    return movable
 
 
 def _admissible(state: State, version: int) -> int:

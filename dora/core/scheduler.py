@@ -1,7 +1,8 @@
 """Runs after every event, in this order:
 
 1. ``settle``, if anything has changed:
-   moves begin (planned ones, else moves off vacating workers; KV of idle sessions leaves these too), empty workers load
+   moves begin (off hosts that leave by a deadline, then planned ones, else moves off vacating workers; KV of idle
+   sessions leaves these too), empty workers load
    their target version or leave, requested turns begin where their KV is, the policy assigns work to workers with room,
    KV of idle sessions makes room for what still waits, prompts are drawn, and idle workers are noted.
 2. Each new situation gets one plan: a version with waiting requests and no worker; starved workers, whose old version
@@ -15,7 +16,7 @@ balance.py has the other triggers of a plan (a commit, a period, pressure, a wor
 from dora.core.balance import Balance
 from dora.core.dispatcher import Dispatcher
 from dora.core.plan import Trigger
-from dora.core.rules import evaluation, membership, sessions
+from dora.core.rules import evaluation, membership, notice, sessions
 from dora.core.rules.admission import admissible, draw
 from dora.core.rules.lifecycle import retire
 from dora.core.state import State
@@ -46,6 +47,7 @@ class Scheduler:
     def _settle(self) -> None:
         state, worklist = self._state, self._state.worklist
         worklist.settle()
+        notice.leave(state)
         self._balance.begin_moves()
         self._balance.relieve()
         sessions.vacate(state)

@@ -79,6 +79,14 @@ class SuspectVersion:
 
 
 @dataclass(slots=True)
+class Notice:
+    """A host's time to leave, on the core's clock, and why it leaves."""
+
+    deadline_s: float
+    cause: str
+
+
+@dataclass(slots=True)
 class Lease:
     """The attached trainer's hold on its step. rules/lease.py has the rules."""
 
@@ -116,6 +124,7 @@ class Counters:
     sessions_replaced: int = 0
     sessions_broken_off: int = 0  # ended by a time limit or after too many failures
     workers_lost: int = 0
+    hosts_noticed: int = 0  # hosts that were to leave by a deadline
     stalls: int = 0  # workers and pools replaced because they reported and made no progress
     leases_lapsed: int = 0  # of trainers that held a step and made no progress
     loads_failed: int = 0
@@ -211,6 +220,7 @@ class State:
         # versions by host, for hosts with a store of their own (rules/arrival.py)
         self.arrived: dict[str, set[int]] = {}
         self.missing: set[int] = set()  # stored versions that the service's own store lacks
+        self.notices: dict[str, Notice] = {}  # hosts that leave by a deadline (rules/notice.py)
         # results of loads (rules/rejection.py)
         self.proven: set[int] = set()  # stored versions that a worker has loaded well
         self.suspects: dict[int, SuspectVersion] = {}  # version -> its refusals

@@ -65,4 +65,5 @@ COUNTERS: Final = {
     "versions_rejected": "versions that two workers refused and none could load; their trainer republishes them",
     "versions_live_max": "largest number of versions in the window at once",
     "workers_lost": "workers whose connection broke",
+    "hosts_noticed": "hosts that were to leave by a deadline, by a scheduler's notice or `drain --within`",
 }  # since the service's start

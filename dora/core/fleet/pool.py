@@ -19,6 +19,7 @@ class Pool:
     inbound: int = 0  # incoming handoffs
     kv_claimed: int = 0  # of parked requests and incoming handoffs; at most the capacity
     stopping: bool = False  # its end was asked for
+    leaving: bool = False  # its host leaves: what it holds goes elsewhere
     refused: set[int] = field(default_factory=set)  # those of ``rows`` that a worker refused to take from this pool
 
     @property
@@ -28,4 +29,4 @@ class Pool:
     @property
     def free(self) -> int:
         """KV that can still be parked here."""
-        return self.kv_tokens - self.kv_claimed
+        return 0 if self.leaving else self.kv_tokens - self.kv_claimed

@@ -17,7 +17,8 @@ drop the received rounds and its reserved slot. In FROZEN the target has everyth
 docs/architecture.md is drawn from TABLE.
 
 Parking is a handoff whose target is a pool: after COMMITTED the request waits. Resuming is a handoff whose source is a
-pool. If that is ABORTED, the request waits again, and its KV is re-prefilled unless only the target was lost.
+pool. If that is ABORTED, the request waits again, and its KV is re-prefilled unless only the target was lost. From a
+pool whose host leaves, a parked request is carried to another pool; if that fails, it stays parked where it is.
 """
 
 from dataclasses import dataclass
@@ -70,13 +71,19 @@ class Action(Enum):
 VACATING: Final = "vacating"  # the request's worker changes version or leaves
 SESSION: Final = "session"  # the KV of a session between two turns makes room, or follows its session
 SLOT: Final = "slot"  # a worker has a free slot for a parked request
-REASONS: Final = (*(trigger.value for trigger in Trigger), VACATING, SESSION, SLOT)  # of handoffs
+NOTICE: Final = "notice"  # the request's host leaves by a deadline
+REASONS: Final = (*(trigger.value for trigger in Trigger), VACATING, SESSION, SLOT, NOTICE)  # of handoffs
 
 
 class HandoffKind(Enum):
     MOVE = auto()  # from worker to worker
     PARK = auto()  # from worker to pool
     RESUME = auto()  # from pool to worker
+    CARRY = auto()  # from pool to pool
+
+
+FROM_POOL: Final = frozenset({HandoffKind.RESUME, HandoffKind.CARRY})
+TO_POOL: Final = frozenset({HandoffKind.PARK, HandoffKind.CARRY})
 
 
 P, S, A = Phase, Signal, Action

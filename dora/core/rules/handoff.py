@@ -6,7 +6,19 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker, one_of_workers
-from dora.core.handoff.table import LIVE, SESSION, SLOT, Action, Handoff, HandoffKind, Phase, Signal
+from dora.core.handoff.table import (
+    FROM_POOL,
+    LIVE,
+    NOTICE,
+    SESSION,
+    SLOT,
+    TO_POOL,
+    Action,
+    Handoff,
+    HandoffKind,
+    Phase,
+    Signal,
+)
 from dora.core.plan import Trigger
 from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, remove, start
 from dora.core.state import IDLE, WAITING, Pending, State
@@ -31,6 +43,13 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
     """Asks ``target`` to accept a parked request that has just left its queue. ``reason`` is one of REASONS."""
     _begin(state, HandoffKind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
+
+
+def carry(state: State, row: int, pool: Pool, target: Pool) -> None:
+    """Asks ``target`` to accept a request that is parked in ``pool``, whose host leaves. It leaves its queue."""
+    if state.requests["status"][row] == WAITING:
+        leave_queue(state, row)
+    _begin(state, HandoffKind.CARRY, row, pool, target, int(state.requests["claim"][row]), NOTICE)
 
 
 def _begin(
@@ -174,11 +193,7 @@ def _copy_out_signal(event: on.CommandDone) -> Signal:
 
 def _copy_in_signal(state: State, handoff: Handoff, event: on.CommandDone) -> Signal:
     if event.ok:
-        return (
-            Signal.COPIED_IN
-            if handoff.kind is not HandoffKind.PARK or _has_room(state, handoff)
-            else Signal.COPY_REFUSED
-        )
+        return Signal.COPIED_IN if handoff.kind not in TO_POOL or _has_room(state, handoff) else Signal.COPY_REFUSED
     return Signal.NOT_MOVABLE if event.error_kind == "not_movable" else Signal.COPY_REFUSED
 
 
@@ -224,6 +239,10 @@ def _close(state: State, handoff: Handoff, signal: Signal) -> None:
         if handoff.phase is Phase.ABORTED:
             _wait_again(state, handoff, signal)
         return
+    if handoff.kind is HandoffKind.CARRY:
+        if handoff.phase is Phase.ABORTED:
+            _stay_parked(state, handoff, signal)
+        return
     if signal in (Signal.REFUSED, Signal.COPY_REFUSED, Signal.COPY_FAILED, Signal.UNDO):
         state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
     if signal is Signal.FINISHED or handoff.had_ended:
@@ -249,6 +268,19 @@ def _wait_again(state: State, handoff: Handoff, signal: Signal) -> None:
                 remove = do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), handoff.request_id)
                 state.send(remove)
     state.wait_first(row)
+
+
+def _stay_parked(state: State, handoff: Handoff, signal: Signal) -> None:
+    """Leaves a parked request that did not reach another pool in its own, unless that has lost its KV."""
+    row, pool = handoff.row, state.pool_of(handoff.row)
+    if pool is not None and not (handoff.had_ended or signal in (Signal.SOURCE_LOST, Signal.NOT_MOVABLE)):
+        state.requests["rests_until_s"][row] = state.now_s + MOVE_REST_S
+        return
+    state.counters.parked_lost += 1
+    if pool is not None:
+        state.unpark(row)
+        if signal is not Signal.SOURCE_LOST:
+            state.send(do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), handoff.request_id))
 
 
 def _commit(state: State, handoff: Handoff) -> None:
@@ -310,7 +342,7 @@ def _copy_in(state: State, handoff: Handoff) -> None:
 def _thaw_source(state: State, handoff: Handoff) -> None:
     source = state.end(handoff.source)
     assert source is not None
-    if handoff.kind is HandoffKind.RESUME and not state.requests["pool"][handoff.row]:
+    if handoff.kind in FROM_POOL and not state.requests["pool"][handoff.row]:
         return  # the pool was told to drop it
     state.send(do.Thaw(source.worker_id, source.epoch, state.command_id(), handoff.request_id))
 
@@ -324,7 +356,7 @@ def _cancel_target(state: State, handoff: Handoff) -> None:
 
 def _restart_at_target(state: State, handoff: Handoff) -> None:
     """Re-prefills the request at its target. In a pool it waits to be re-prefilled elsewhere."""
-    if handoff.kind is HandoffKind.RESUME:
+    if handoff.kind in FROM_POOL:
         return  # it waits again (``_close``)
     row = handoff.row
     send_back(state, row)
@@ -336,7 +368,7 @@ def _restart_at_target(state: State, handoff: Handoff) -> None:
 
 
 def _orphan(state: State, handoff: Handoff) -> None:
-    if handoff.kind is HandoffKind.RESUME:
+    if handoff.kind in FROM_POOL:
         return  # it waits again (``_close``)
     if state.owner(handoff.row) is not None:
         state.take_away(handoff.row)
@@ -351,6 +383,7 @@ _COPIES: Final[dict[HandoffKind, type[do.CopyOut]]] = {
     HandoffKind.MOVE: do.CopyOut,
     HandoffKind.PARK: do.Park,
     HandoffKind.RESUME: do.Resume,
+    HandoffKind.CARRY: do.Resume,
 }
 _ACTIONS = {
     Action.COPY_OUT: _copy_out,

@@ -27,6 +27,7 @@ def joined(state: State, event: on.WorkerJoined) -> None:
     if event.version in range(state.retired, window.newest + 1) and not is_another:
         worker.loaded = worker.target = event.version
         rejection.proves(state, event.version)
+    worker.draining = event.host in state.notices
     state.add_worker(worker)
     if event.requests:
         _adopt(state, worker, event)

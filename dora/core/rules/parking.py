@@ -19,6 +19,7 @@ def joined(state: State, event: on.PoolJoined) -> None:
     if event.kv_tokens < 1:
         raise InvalidValue("kv_tokens", event.kv_tokens, "at least 1")
     pool = state.add_pool(event.pool_id, event.epoch, event.kv_tokens, event.host)
+    pool.leaving = event.host in state.notices
     for request_id, tokens in event.requests.items():
         row = state.request_row.get(request_id)
         if row is not None and _parks_again(state, row, pool, tokens):

@@ -234,6 +234,8 @@ def resume(state: State) -> None:
 def vacate(state: State) -> None:
     """Sets aside the KV of sessions on workers that leave their version."""
     for worker in state.hosting.vacating():
+        if worker.host in state.notices:
+            continue  # notice.py decides what leaves it
         for row in sorted(worker.kept):
             if not state.requests["moving"][row]:
                 _set_aside(state, row, worker, moves=True)

@@ -14,7 +14,7 @@ import numpy as np
 from dora.core import commands as do
 from dora.core.fleet.hosting import HOSTING_COLUMNS, hosting_row
 from dora.core.fleet.worker import Worker
-from dora.core.handoff.table import LIVE, Handoff, HandoffKind, Phase
+from dora.core.handoff.table import FROM_POOL, LIVE, TO_POOL, Handoff, Phase
 from dora.core.state import GroupStatus, RequestStatus, State, SuspectVersion
 from dora.core.table import Table
 from dora.lab.sim.ledger import Violation
@@ -214,7 +214,7 @@ def check_pools(state: State) -> None:
     inbound: dict[str, list[int]] = defaultdict(list)
     for row, handoff in state.handoffs.items():
         inbound[handoff.target].append(row)
-        if handoff.kind is HandoffKind.RESUME and bool(pool_of[row]) != (handoff.phase is not Phase.STRANDED):
+        if handoff.kind in FROM_POOL and bool(pool_of[row]) != (handoff.phase is not Phase.STRANDED):
             raise Violation(f"{handoff.request_id} is resumed in {handoff.phase.name}, from index {pool_of[row]} (C2)")
     parked = 0
     for pool in state.pools.values():
@@ -235,7 +235,7 @@ def check_pools(state: State) -> None:
 
 def _waits(state: State, row: int) -> bool:
     if row in state.handoffs:
-        return state.handoffs[row].kind is HandoffKind.RESUME
+        return state.handoffs[row].kind in FROM_POOL
     version = int(state.requests["version"][row])
     return row in state.waiting.get(version, ()) or row in state.idle.get(version, ())
 
@@ -290,9 +290,9 @@ def check_handoffs(state: State) -> None:
 
 def check_handoff(state: State, row: int, handoff: Handoff) -> None:
     """Checks that a handoff connects the request's owner with another living member. STRANDED: the owner is lost."""
-    owner = state.pool_of(row) if handoff.kind is HandoffKind.RESUME else state.owner(row)
+    owner = state.pool_of(row) if handoff.kind in FROM_POOL else state.owner(row)
     source = None if handoff.phase is Phase.STRANDED else handoff.source
-    targets = state.pools if handoff.kind is HandoffKind.PARK else state.workers
+    targets = state.pools if handoff.kind in TO_POOL else state.workers
     if handoff.phase not in LIVE or (owner and owner.worker_id) != source or handoff.target not in targets:
         raise Violation(
             f"handoff of {handoff.request_id} from {handoff.source} to {handoff.target} is {handoff.phase.name}, "

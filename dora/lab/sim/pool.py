@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from dora.core import commands as do
+from dora.core import events as on
 from dora.core.forecast.cost import CostModel
 from dora.lab.sim.ledger import Violation
 from dora.lab.sim.worker import Outcome, SimWorker, WorkerWorld
@@ -50,3 +51,8 @@ class SimPool(SimWorker):
 
     def version_of(self, request: SimRequest) -> int:
         return request.version
+
+
+def lost(member: SimWorker, reason: str) -> on.WorkerLost | on.PoolLost:
+    kind = on.PoolLost if isinstance(member, SimPool) else on.WorkerLost
+    return kind(member.worker_id, member.epoch, reason)

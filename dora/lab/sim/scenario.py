@@ -79,6 +79,9 @@ class Cluster(Section):
     )
     link_bytes_per_s: PositiveBytes = Field(50e9, description="KV between two engines")
     link_latency_s: Latency = Field(0.001, description="control message, one way")
+    hosts: int = Field(
+        0, ge=0, le=1 << 16, description="machines that engines and pools share in turn; 0: no machine ends as a whole"
+    )
     pools: Count = Field(1, description="pools of host memory, where pool_tokens is not 0")
     pool_tokens: int = Field(
         0, ge=0, le=KV_TOKENS_MAX, description="KV that each pool holds of parked requests; 0: there is no pool"

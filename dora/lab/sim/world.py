@@ -22,7 +22,7 @@ from dora.core.forecast.cost import CostModel
 from dora.lab.sim import partial
 from dora.lab.sim.driver import Order, WorkerDriver
 from dora.lab.sim.ledger import SimResponse, Violation
-from dora.lab.sim.pool import SimPool
+from dora.lab.sim.pool import SimPool, lost
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.trainer import SimTrainer
 from dora.lab.sim.worker import Parcel, SimWorker, resumed
@@ -186,7 +186,8 @@ class World(WorkerDriver):
         worker.engine.clock_s = self.now_s
         worker.engine.paused = self.trainer.holds_gpus
         self.workers[worker_id] = worker
-        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens))
+        host = self.host_of(worker_id)
+        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host))
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
 
@@ -195,8 +196,46 @@ class World(WorkerDriver):
         pool = SimPool.of(pool_id, self._epochs, self.cost, self.scenario.cluster.pool_tokens)
         pool.engine.clock_s = self.now_s
         self.pools[pool_id] = pool
-        self.post(on.PoolJoined(pool_id, pool.epoch, pool.kv_tokens))
+        self.post(on.PoolJoined(pool_id, pool.epoch, pool.kv_tokens, self.host_of(pool_id)))
         return pool
+
+    def host_of(self, name: str) -> str:
+        """The machine of a worker or pool; empty without machines."""
+        hosts = self.scenario.cluster.hosts
+        return f"h{int(name.lstrip('pol-w')) % hosts}" if hosts else ""
+
+    def notice(self, host: str, within_s: float, away_s: float) -> None:
+        """Takes a machine: its workers and pools end ``within_s`` from now, and come again after ``away_s``."""
+        self.post(on.HostNoticed(host, within_s, f"preempted by notice, {within_s:g} s"))
+        self.after(within_s, self._taken, host, away_s)
+
+    def _taken(self, host: str, away_s: float) -> None:
+        there = [name for name in (*self.workers, *self.pools) if self.host_of(name) == host]
+        for name in there:
+            if (member := self.end(name)) is not None:
+                self.take(member)
+        self.post(on.HostLost(host))
+        self.after(away_s, self._given_back, host)
+
+    def _given_back(self, host: str) -> None:
+        cluster = self.scenario.cluster
+        workers = [f"w{index}" for index in range(cluster.engines)]
+        pools = [f"pool-{index}" for index in range(cluster.pools if cluster.pool_tokens else 0)]
+        for name in (*workers, *pools):
+            if self.host_of(name) == host:
+                self.start_again(name)
+
+    def start_again(self, name: str) -> None:
+        """Starts a worker or pool that is not connected."""
+        if name.startswith("pool-"):
+            if name not in self.pools:
+                self.join_pool(name)
+        elif name not in self.workers:
+            self.join(name)
+
+    def take(self, member: SimWorker) -> None:
+        """Ends a worker or pool with its machine."""
+        self.lose(member, "its machine was taken")
 
     def end(self, name: str) -> SimWorker | None:
         """The connected worker or pool with this id."""
@@ -208,9 +247,10 @@ class World(WorkerDriver):
         worker.alive = False
         worker.engine.advance(self.now_s)
         self.ended.append(worker.engine)
-        if self.workers.get(worker.worker_id) is worker:
-            del self.workers[worker.worker_id]
-        self.post(on.WorkerLost(worker.worker_id, worker.epoch, reason))
+        members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
+        if members.get(worker.worker_id) is worker:
+            del members[worker.worker_id]
+        self.post(lost(worker, reason))
 
     def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
         """The worker or pool that a command addresses; None if that epoch has ended."""

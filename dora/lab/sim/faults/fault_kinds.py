@@ -23,6 +23,8 @@ from dora.lab.sim.world import TICK_S
 SLOWEST: Final = 20.0
 SUBJECTS: Final = 1 << 16
 FULL_MOST_S: Final = 30.0
+NOTICE: Final = "notice"  # if the kinds include this, workers and pools may share machines
+NOTICE_MOST_S: Final = 20.0
 POOL: Final = "pool"  # if the kinds include this, clusters may have pools
 SESSION: Final = "session"  # if the kinds include this, responses may be sessions, and groups may grow
 # Commands that fail, with the error kinds that workers report (dora/worker/loop.py).
@@ -127,6 +129,12 @@ def _join(world: UnreliableWorld, fault: Fault) -> None:
 
 def _leave(world: UnreliableWorld, fault: Fault, worker: SimWorker) -> None:
     world.ask(on.DrainRequested(worker.worker_id))
+
+
+def _notice(world: UnreliableWorld, fault: Fault) -> None:
+    if hosts := world.scenario.cluster.hosts:
+        host, within_s = f"h{fault.subject % hosts}", max(0.1, NOTICE_MOST_S * fault.amount)
+        world.notice(host, within_s, away_s=fault.subject // hosts % 8)
 
 
 # ------------------------------------------------------------------------------------------- trainer and orchestrator
@@ -296,4 +304,5 @@ KINDS: Final[dict[str, FaultKind]] = {
         "an environment fails, stands still, ends early or asks what it must not", inject_into_session, 2.0
     ),
     "open": FaultKind("a caller opens a group of a version of its choice, which the window may forbid", _open, 0.5),
+    NOTICE: FaultKind("a machine is taken by notice, with its workers and pool, and comes again", _notice),
 }

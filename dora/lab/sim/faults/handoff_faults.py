@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import Handoff, HandoffKind, Phase
+from dora.core.handoff.table import FROM_POOL, Handoff, Phase
 from dora.lab.sim.faults.fault import Fault, pick
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.faults.unsteady import SILENCE_LIMIT_S
@@ -123,7 +123,7 @@ def _cancel_group(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) 
 
 def _end_source_again(world: UnreliableWorld, handoff: Handoff, _target: SimWorker) -> None:
     if world.end(handoff.source) is None:
-        again = world.join_pool if handoff.kind is HandoffKind.RESUME else world.join
+        again = world.join_pool if handoff.kind in FROM_POOL else world.join
         world.lose(again(handoff.source), "killed")
 
 

@@ -22,7 +22,7 @@ from dora.config import Config, RolloutConfig
 from dora.core import Machine
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import HandoffKind
+from dora.core.handoff.table import FROM_POOL
 from dora.core.rules import learning
 from dora.core.state import State
 from dora.data.token_spans import Column, TokenColumns
@@ -188,7 +188,7 @@ class SimService:
         if self._world.addressed(command) is not None:
             pending = self.state.pending.get(command.command_id)
             handoff = pending.handoff if pending is not None else None
-            was_parked = handoff is not None and handoff.kind is HandoffKind.RESUME
+            was_parked = handoff is not None and handoff.kind in FROM_POOL
             if not isinstance(command, do.LoadVersion):
                 worker_message(command, self.buffer, cast(Any, None), was_parked=was_parked)
             self._world.to_worker(command)

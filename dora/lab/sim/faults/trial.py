@@ -12,7 +12,7 @@ from dora.core import events as on
 from dora.core.policies import POLICIES, allows_any, nearest_window
 from dora.errors import InvalidValue, one_of
 from dora.lab.sim.faults.fault import Fault
-from dora.lab.sim.faults.fault_kinds import POOL, SESSION, draw_faults, kinds_of, strike
+from dora.lab.sim.faults.fault_kinds import NOTICE, POOL, SESSION, draw_faults, kinds_of, strike
 from dora.lab.sim.faults.unreliable import UnreliableWorld
 from dora.lab.sim.invariants import check_empty
 from dora.lab.sim.ledger import Failure, Lost, Stalled, Violation, failure_of
@@ -173,10 +173,12 @@ class Trial:
         return {**sizes, "group_size_min": 2, "settled_fraction": random.choice((0.0, 0.2, 0.8))}
 
     def _pools(self) -> dict[str, Any]:
-        random = Random(f"pools {self.seed}")
-        if POOL not in kinds_of(self.kinds):
-            return {}
+        random, kinds = Random(f"pools {self.seed}"), kinds_of(self.kinds)
+        hosts = Random(f"hosts {self.seed}").choice((1, 2, 3)) if NOTICE in kinds else 0
+        if POOL not in kinds:
+            return {"hosts": hosts}
         return {
+            "hosts": hosts,
             "pools": random.choice((1, 2)),
             "pool_tokens": random.choice((0, 60, 500)),
             "pool_bytes_per_s": random.choice((50.0, 200.0, 1000.0)),

@@ -76,7 +76,7 @@ class UnreliableWorld(UnsteadyWorld):
             self._away.add(worker.worker_id)
             return True
         self._bury(worker)
-        self.after(self.random.random() * RESTART_MOST_S, self._start_again, worker.worker_id)
+        self.after(self.random.random() * RESTART_MOST_S, self.start_again, worker.worker_id)
         return False
 
     def reborn(self, worker: SimWorker) -> SimWorker:
@@ -103,9 +103,10 @@ class UnreliableWorld(UnsteadyWorld):
         """The join event of a reconnected process. As in the service, its claims are validated first."""
         worker.engine.advance(self.now_s)
         cluster, engine, process = self.scenario.cluster, worker.engine, self.process(worker)
+        host = self.host_of(worker.worker_id)
         has = {request.request_id: engine.tokens_of(request) for request in engine.requests.values()}
         if isinstance(worker, SimPool):
-            return on.PoolJoined(worker.worker_id, worker.epoch, worker.kv_tokens, requests=has)
+            return on.PoolJoined(worker.worker_id, worker.epoch, worker.kv_tokens, host, has)
         has |= {request_id: request.length for request_id, request in process.ended.items()}
         version = worker.version if process.publication == self.ledger.publications[worker.version] else -1
         known = self.ledger.responses
@@ -116,7 +117,7 @@ class UnreliableWorld(UnsteadyWorld):
             and known[name].version == version
             and self._continues(known[name], engine.requests.get(name), tokens)
         }
-        joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, version=version)
+        joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host, version)
         return replace(joined, requests=claimed)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:

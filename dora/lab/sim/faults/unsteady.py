@@ -22,7 +22,7 @@ from dora.lab.sim.faults.served import ServedWorld
 from dora.lab.sim.faults.wire import EpochStream, Wire
 from dora.lab.sim.invariants import check_state, fingerprint
 from dora.lab.sim.ledger import SimGroup, SimResponse, Violation
-from dora.lab.sim.pool import SimPool
+from dora.lab.sim.pool import SimPool, lost
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.worker import SimWorker
 from dora.lab.sim.world import TICK_S
@@ -231,7 +231,7 @@ class UnsteadyWorld(ServedWorld):
     def kill(self, worker: SimWorker, share: float) -> None:
         """Kills the process. ``share`` of its messages in transit still arrive, then the end of its stream."""
         self._bury(worker)
-        self.session(worker).to_core.end(_lost(worker, "killed"), share)
+        self.session(worker).to_core.end(lost(worker, "killed"), share)
 
     def lose(self, worker: SimWorker, reason: str) -> None:
         """Ends process and session together: the stream broke, or the orchestrator ended the worker."""
@@ -243,15 +243,19 @@ class UnsteadyWorld(ServedWorld):
         members: dict[str, Any] = self.pools if isinstance(worker, SimPool) else self.workers
         if members.get(worker.worker_id) is worker:
             del members[worker.worker_id]
-            self.post(_lost(worker, reason))
+            self.post(lost(worker, reason))
             if starts_again:
-                self.after(self.random.random() * RESTART_MOST_S, self._start_again, worker.worker_id)
+                self.after(self.random.random() * RESTART_MOST_S, self.start_again, worker.worker_id)
 
     def stop(self, command: do.StopWorker) -> None:
         worker = self.addressed(command)
         if worker is not None:
             self._bury(worker)
             self.fence(worker, "drained", starts_again=False)
+
+    def take(self, member: SimWorker) -> None:
+        self._bury(member)
+        self.fence(member, "its machine was taken", starts_again=False)
 
     def join_new(self) -> None:
         self._names += 1
@@ -291,12 +295,9 @@ class UnsteadyWorld(ServedWorld):
             worker.engine.slowness = times
             self.wake_later(worker)
 
-    def _start_again(self, worker_id: str) -> None:
-        if worker_id.startswith("pool-"):
-            if worker_id not in self.pools and worker_id not in self._away:
-                self.join_pool(worker_id)
-        elif worker_id not in self.workers and worker_id not in self._away:
-            self.join(worker_id)
+    def start_again(self, name: str) -> None:
+        if name not in self._away:
+            super().start_again(name)
 
     def _bury(self, worker: SimWorker) -> None:
         if worker.alive:
@@ -422,8 +423,3 @@ def _session_limits(random: Random) -> SessionsConfig:
         on_timeout=random.choice(("replace", "end")),
         replacements=random.choice((0, 1, 2)),
     )
-
-
-def _lost(worker: SimWorker, reason: str) -> on.WorkerLost | on.PoolLost:
-    kind = on.PoolLost if isinstance(worker, SimPool) else on.WorkerLost
-    return kind(worker.worker_id, worker.epoch, reason)
