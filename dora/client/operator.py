@@ -68,9 +68,13 @@ class Operator(Client):
         request = pb.MigrateRequest(trajectory_id=trajectory_id, target_worker=target_worker)
         return await self._connection.call(self._stub.Migrate, request, self._timeout_s)
 
-    async def drain(self, worker_id: str) -> pb.OperatorReply:
-        """Takes a worker, or all workers of the host that ``worker_id`` names, out of service."""
-        return await self._connection.call(self._stub.Drain, pb.DrainRequest(worker_id=worker_id), self._timeout_s)
+    async def drain(self, worker_id: str, within_s: float = 0.0) -> pb.OperatorReply:
+        """Takes a worker, or all workers of the host that ``worker_id`` names, out of service.
+
+        ``within_s`` is a host's deadline: what it still holds then is lost with it. 0: it has no deadline.
+        """
+        request = pb.DrainRequest(worker_id=worker_id, within_s=within_s)
+        return await self._connection.call(self._stub.Drain, request, self._timeout_s)
 
     async def scale(self, workers: int, host: str = "") -> pb.OperatorReply:
         """Sets the number of workers of a host, or in total if ``host`` is empty."""

@@ -293,6 +293,16 @@ class ServiceConfig(Section):
     tick_s: float = Field(0.5, gt=0.0, le=60.0, description="time between two looks at clocks and timeouts")
 
 
+class HostConfig(Section):
+    """Machines that join (`dora host`)."""
+
+    notice_s: Timeout = Field(
+        60.0,
+        description="seconds from TERM, USR1 or Ctrl-C at a host until it ends: its requests leave meanwhile, with "
+        "their KV; below the grace period of its scheduler",
+    )
+
+
 class TlsConfig(Section):
     """TLS of every port of the service, its workers and its hosts. Without files there is none."""
 

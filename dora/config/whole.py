@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from dora.config.planning import BalanceConfig, RolloutConfig, SelectionConfig, WindowConfig
-from dora.config.processes import ClusterConfig, KvConfig, ServiceConfig, TlsConfig, WorkersConfig
+from dora.config.processes import ClusterConfig, HostConfig, KvConfig, ServiceConfig, TlsConfig, WorkersConfig
 from dora.config.section import Section
 from dora.config.tasks import EnvironmentConfig, EvaluationConfig, PromptsConfig, RewardConfig, SessionsConfig
 from dora.data.limits import (
@@ -35,6 +35,7 @@ class Config(Section):
     balance: BalanceConfig = BalanceConfig()
     workers: WorkersConfig = WorkersConfig()
     kv: KvConfig = KvConfig()
+    host: HostConfig = HostConfig()
     service: ServiceConfig = ServiceConfig()
     tls: TlsConfig = TlsConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -50,7 +50,6 @@ JOIN_PAUSE_MAX_S: Final = 2.0
 SAID_PAUSE_S: Final = 10.0  # until the same failure is said again; doubled each time
 JOIN_S: Final = 30.0  # a busy service may not answer at once, and one that is being started does later
 WELCOME_S: Final = 120.0  # the service may hash the model first
-LEAVE_S: Final = 60.0  # time for emptying workers before the machine shuts down
 NAME_S: Final = 90.0  # the service may not have noticed yet that this machine's earlier agent ended
 MESSAGES_MAX: Final = 1024
 AS_THE_SERVICE: Final = -1  # workers
@@ -71,6 +70,7 @@ class AgentOptions:
     kv_host: str = ""
     zone: str = ""
     rejoin_s: float = 600.0  # how long it tries to join again
+    notice_s: float = 0.0  # how long it lasts once it is told to end; 0: as the service says
     tls: Tls | None = None
 
 
@@ -195,7 +195,7 @@ class _Agent(Member):
         runtime, work = await self._taken_up(orders, stub, welcome)
         working = asyncio.create_task(work)
         reporting = asyncio.create_task(self._report(runtime))
-        stopping = asyncio.create_task(self._leave())
+        stopping = asyncio.create_task(self._leave(self._options.notice_s or welcome.notice_s))
         is_lost = False
         try:
             await asyncio.wait({working, stopping, reporting}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,11 +244,11 @@ class _Agent(Member):
         runtime = HostRuntime(context, self._placement, self._send, has_model=bool(options.model))
         return runtime, runtime.run(welcome, orders, Files(stub))
 
-    async def _leave(self) -> None:
+    async def _leave(self, within_s: float) -> None:
         await self._stop.wait()
-        self._said("leaving: the workers are being emptied")
-        self._send(pb.HostMessage(leaving=pb.HostLeaving()))
-        await asyncio.sleep(LEAVE_S)
+        self._said(f"leaving within {within_s:g} s: the workers are being emptied")
+        self._send(pb.HostMessage(leaving=pb.HostLeaving(within_s=within_s)))
+        await asyncio.sleep(within_s)
 
     async def _report(self, runtime: HostRuntime) -> None:
         while True:

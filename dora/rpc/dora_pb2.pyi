@@ -1072,7 +1072,7 @@ class FleetAdvice(_message.Message):
     def __init__(self, act: _Optional[bool] = ..., hosts: _Optional[int] = ..., hosts_wanted: _Optional[int] = ..., reason: _Optional[str] = ..., leave_first: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostStatus(_message.Message):
-    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone")
+    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone", "leaves_in_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -1085,6 +1085,7 @@ class HostStatus(_message.Message):
     SEEN_AT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_IN_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     state: str
@@ -1097,7 +1098,8 @@ class HostStatus(_message.Message):
     seen_at: float
     pid: int
     zone: str
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
+    leaves_in_s: float
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., zone: _Optional[str] = ..., leaves_in_s: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool_id", "epoch", "state", "parked", "kv_tokens", "capacity_tokens", "memory_bytes", "memory_most_bytes", "spill_bytes", "spill_most_bytes", "pid", "host", "reason", "pinned_bytes")
@@ -1416,10 +1418,12 @@ class MigrateRequest(_message.Message):
     def __init__(self, trajectory_id: _Optional[str] = ..., target_worker: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "within_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    within_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("workers", "host")
@@ -2078,8 +2082,10 @@ class VersionFailed(_message.Message):
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ..., culprits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostLeaving(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("within_s",)
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    within_s: float
+    def __init__(self, within_s: _Optional[float] = ...) -> None: ...
 
 class HostOrder(_message.Message):
     __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine")
@@ -2195,7 +2201,7 @@ class MeasuredLink(_message.Message):
     def __init__(self, host: _Optional[str] = ..., address: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ..., loss: _Optional[float] = ..., trouble: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_s: _Optional[float] = ...) -> None: ...
 
 class HostWelcome(_message.Message):
-    __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s")
+    __slots__ = ("epoch", "settings_json", "model_digest", "pool_token", "versions_most", "relay_secret", "goes_on", "orphan_timeout_s", "notice_s")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -2204,6 +2210,7 @@ class HostWelcome(_message.Message):
     RELAY_SECRET_FIELD_NUMBER: _ClassVar[int]
     GOES_ON_FIELD_NUMBER: _ClassVar[int]
     ORPHAN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_S_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     settings_json: str
     model_digest: str
@@ -2212,7 +2219,8 @@ class HostWelcome(_message.Message):
     relay_secret: bytes
     goes_on: bool
     orphan_timeout_s: float
-    def __init__(self, epoch: _Optional[int] = ..., settings_json: _Optional[str] = ..., model_digest: _Optional[str] = ..., pool_token: _Optional[str] = ..., versions_most: _Optional[int] = ..., relay_secret: _Optional[bytes] = ..., goes_on: _Optional[bool] = ..., orphan_timeout_s: _Optional[float] = ...) -> None: ...
+    notice_s: float
+    def __init__(self, epoch: _Optional[int] = ..., settings_json: _Optional[str] = ..., model_digest: _Optional[str] = ..., pool_token: _Optional[str] = ..., versions_most: _Optional[int] = ..., relay_secret: _Optional[bytes] = ..., goes_on: _Optional[bool] = ..., orphan_timeout_s: _Optional[float] = ..., notice_s: _Optional[float] = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("worker_id", "token")

@@ -156,7 +156,7 @@ async def test_a_host_comes_back_under_a_new_epoch(tiny_dense: Path, tmp_path: P
             return host(status, "h1").state == "lost" and not there
 
         status = await during(training, until(operator, is_gone))
-        assert host(status, "h1").reason == "silent for 2 s"
+        assert host(status, "h1").reason == "lease lost: silent for 2 s"
         h1.send_signal(signal.SIGCONT)
 
         def is_back(status: pb.Status) -> bool:

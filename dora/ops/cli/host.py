@@ -55,6 +55,12 @@ def host(
     rejoin_s: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="How long to try to rejoin after the service is lost.")
     ] = 600.0,
+    notice_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, max=1e5, metavar="S", help="How long it lasts once TERM or USR1 came; default: host.notice_s."
+        ),
+    ] = None,
     token: Annotated[
         str | None,
         token_option("File (mode 0600) with the service's host token, or its owner's; default: DORA_TOKEN."),
@@ -64,8 +70,8 @@ def host(
 
     It needs only the address and the token. The model comes from the service.
 
-    The first Ctrl-C drains the workers; a second one ends them at once. If the service is lost, the host tries to
-    rejoin.
+    The first Ctrl-C drains the workers, as TERM and USR1 do; a second one ends them at once. If the service is lost,
+    the host tries to rejoin.
     """
     from dora.host.agent import AS_THE_SERVICE, AgentOptions
     from dora.rpc.errors import Unauthenticated
@@ -88,6 +94,7 @@ def host(
         kv_host=kv_host,
         zone=zone,
         rejoin_s=rejoin_s,
+        notice_s=notice_s or 0.0,
         tls=tls,
     )
     try:

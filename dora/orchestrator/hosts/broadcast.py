@@ -1,9 +1,10 @@
 """Decides which host fetches which version from which other host: events in, commands out, no clock and no I/O.
 
-    joined, lost, published, sealed, failed, missed, retired, remind  ──▶  Fetch, Drop, Ready, GaveUp, Gone
+    joined, leaving, lost, published, sealed, failed, missed, retired, remind  ──▶  Fetch, Drop, Ready, GaveUp, Gone
 
 Every live host gets every live version. A version starts at the host on which it was published and goes down a chain
-(``dora/relay/chain.py``). A lost host is cut out of the chain; any host with the whole version replaces a lost head.
+(``dora/relay/chain.py``). A lost host is cut out of the chain, and so is one that leaves, unless it alone has the
+version; any host with the whole version replaces a lost head.
 Events of a past epoch of a host, and of versions that are not live, change nothing. Version 0, the model itself, is on
 every host and does not travel.
 
@@ -80,6 +81,7 @@ class _Host:
     address: str
     zone: str
     link: Link | None = None
+    is_leaving: bool = False  # it fetches nothing more, and gives only what no other host has
     whole: dict[int, str] = field(default_factory=dict)  # names of versions that it has sealed
 
     def site(self, host: str) -> Site:
@@ -175,6 +177,19 @@ class Broadcast:
             live.failures.pop(host, None)
             live.avoided.pop(host, None)
             out += self._left(host, version, live)
+        return out
+
+    def leaving(self, host: str, epoch: int) -> list[Command]:
+        """Makes other hosts fetch from others than this one, which will be lost soon."""
+        known = self._hosts.get(host)
+        if known is None or known.epoch != epoch:
+            return []
+        known.is_leaving = True
+        out: list[Command] = []
+        for version, live in sorted(self._versions.items()):
+            live.waiting.discard(host)
+            if any(not self._hosts[each].is_leaving for each in self.holders(version)):
+                out += self._left(host, version, live)
         return out
 
     def restored(self, version: int, name: str, total_bytes: int) -> list[Command]:
@@ -298,7 +313,7 @@ class Broadcast:
 
     def _begun(self, head: str, version: int, live: _Version) -> list[Command]:
         self._weigh()
-        lacking = [host for host in self._hosts if not self.has(host, version)]
+        lacking = [host for host, known in self._hosts.items() if not (known.is_leaving or self.has(host, version))]
         sites = [self._hosts[host].site(host) for host in lacking]
         live.chain = planned(self._hosts[head].site(head), sites)
         live.failures.clear()
@@ -328,7 +343,7 @@ class Broadcast:
         if self.has(host, version):
             return [] if live.chain is not None else self._begun(host, version, live)
         live.waiting.discard(host)
-        if live.chain is None:
+        if live.chain is None or known.is_leaving:
             return []
         if host not in live.chain:
             live.chain.add(known.site(host))
@@ -345,7 +360,8 @@ class Broadcast:
         if not heirs:
             live.chain = None
             return [Gone(version, live.name)]
-        heir = min(heirs, key=lambda each: (each not in chain, self._hosts[each].site(each).order))
+        hosts = self._hosts
+        heir = min(heirs, key=lambda each: (hosts[each].is_leaving, each not in chain, hosts[each].site(each).order))
         if heir not in chain:
             chain.add(self._hosts[heir].site(heir))
         return self._pointed(chain.replace_head(heir), version, live)
@@ -377,7 +393,8 @@ class Broadcast:
         holders = [each for each in self.holders(version) if each != host]
         names = ranked(holders[:2], near, UPSTREAMS_MAX + 2) if holders_first else ranked(near, holders, len(near) + 2)
         avoided = live.avoided.get(host, set())
-        fit = [each for each in names if each in self._hosts and each not in avoided]
+        there = [each for each in names if each in self._hosts and each not in avoided]
+        fit = [each for each in there if not self._hosts[each].is_leaving] or there
         return tuple(Upstream(each, self._hosts[each].epoch, self._hosts[each].address) for each in fit)
 
     def _fetch(self, host: str, live: _Version, upstreams: tuple[Upstream, ...]) -> Fetch:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from dora.config import Config
 from dora.core import events as on
 from dora.core.state import State
 from dora.data.types import Canary
-from dora.errors import Conflict
+from dora.errors import Conflict, InvalidValue
 from dora.host.capacity import capacity_to_wire
 from dora.host.command import pool_id_of
 from dora.host.examination import Examiner
@@ -31,7 +32,7 @@ from dora.journal import records
 from dora.orchestrator.hosts.expected_hosts import ExpectedHosts
 from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
-from dora.orchestrator.hosts.worker_counts import Host, WorkerCounts
+from dora.orchestrator.hosts.worker_counts import CAUSES, Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, MemberSession, MemberSessions
 from dora.relay.orders import Upstream
 from dora.release import __version__
@@ -47,7 +48,6 @@ log = logging.getLogger("dora.service")
 
 HOSTS_MAX: Final = 1024
 LOST_KEPT: Final = 64
-LEFT_BY_ITSELF: Final = "its agent was told to end"
 NOT_BACK: Final = "its agent has not returned"
 ANOTHER_CAME: Final = "its agent returned without its processes"
 
@@ -80,6 +80,7 @@ class Hosts:
         self._unlike: Mapping[str, int] = {}
         self._is_suspended = False
         self._lost: dict[str, pb.HostStatus] = {}
+        self.gone = dict.fromkeys(CAUSES, 0)  # hosts that left or were lost, by cause
         self._epochs = 0
         self._tokens: ServiceTokens | None = None
         self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
@@ -235,6 +236,7 @@ class Hosts:
             relay_secret=self._distributor.secret,
             goes_on=session.goes_on,
             orphan_timeout_s=orphan_timeout_s,
+            notice_s=config.host.notice_s,
         )
 
     def welcomed(self, session: HostSession, workers: int) -> None:
@@ -243,26 +245,24 @@ class Hosts:
         if host is not None and host.session is session and not session.goes_on:
             host.launcher.scale(self._config.workers.count if workers < 0 else workers)
 
-    def lose(self, session: HostSession, reason: str) -> None:
-        """Ends the epochs of a host, its workers and its pool."""
+    def lose(self, session: HostSession, reason: str, cause: str = "fault") -> None:
+        """Ends the epochs of a host, its workers and pool. ``cause`` is one of CAUSES; a drained host has its own."""
         host = self._hosts.get(session.name)
         if host is None or host.session is not session:
             return
         left = host.draining and not host.launcher.workers
         shown = self._status(host)
-        shown.state, shown.reason, shown.workers_ready = ("drained", "", 0) if left else ("lost", reason, 0)
+        reason = host.reason or reason
+        shown.state, shown.reason, shown.workers_ready = "drained" if left else "lost", reason, 0
+        shown.leaves_in_s = 0.0
         del self._hosts[session.name]
         session.give_up()
         if self._is_suspended:
             return
         self._keep_lost(shown)
-        log.log(
-            logging.INFO if left else logging.ERROR,
-            "host %s is lost (epoch %d): %s",
-            session.name,
-            session.epoch,
-            reason,
-        )
+        self.gone[host.cause or cause] += 1
+        level, how = (logging.INFO, "has left") if left else (logging.ERROR, "is lost")
+        log.log(level, "host %s %s (epoch %d): %s", session.name, how, session.epoch, reason)
         names = [*host.launcher.workers, pool_id_of(session.name)]
         assert isinstance(host.launcher, RemoteLauncher)
         host.launcher.lost()
@@ -294,8 +294,15 @@ class Hosts:
             for name in self._expected.names():
                 self._give_up(name, f"{NOT_BACK} in {limit_s:g} s")
         for host in list(self._hosts.values()):
-            if host.session is not None and awake_s() - host.session.heard_s > limit_s:
-                self.lose(host.session, f"silent for {limit_s:g} s")
+            if host.session is None:
+                continue
+            if awake_s() - host.session.heard_s > limit_s:
+                self.lose(host.session, f"lease lost: silent for {limit_s:g} s", "lease")
+            elif host.deadline_s and awake_s() >= host.deadline_s:
+                host.session.leave(host.reason)
+                self.lose(host.session, host.reason)
+            else:
+                self.worker_counts.end_if_drained(host)
         for host in list(self._remote()):
             self._look_for_workers(host)
 
@@ -355,13 +362,20 @@ class Hosts:
             log.error("host %s has failed: %s", session.name, report.failed)
             host.launcher.fails(report.failed)
 
-    def leaves(self, session: HostSession) -> None:
-        """Empties a host whose agent was told to end. If that is impossible, the host leaves with its requests."""
-        try:
-            self.worker_counts.drain(session.name)
-        except Conflict as error:
-            log.warning("host %s leaves with its requests: %s", session.name, error)
-            session.leave(LEFT_BY_ITSELF)
+    def leaves(self, session: HostSession, within_s: float) -> None:
+        """Empties a host whose agent was told to end ``within_s`` from now. Raises InvalidValue."""
+        if not 0.0 < within_s < inf:
+            raise InvalidValue("within_s", within_s, "a positive number of seconds")
+        self.drain(session.name, "notice", within_s)
+
+    def drain(self, name: str, cause: str, within_s: float = 0.0) -> int:
+        """Drains a host, and lets others fetch versions elsewhere. Returns and raises as ``WorkerCounts.drain``."""
+        count = self.worker_counts.drain(name, cause, within_s)
+        host = self._hosts[name]
+        log.warning("host %s leaves: %s", name, host.reason)
+        if host.session is not None and host.deadline_s:
+            self._distributor.leaving(name, host.session.epoch)
+        return count
 
     # ------------------------------------------------------------------------------------------------------- versions
 
@@ -531,10 +545,13 @@ class Hosts:
             return shown
         shown.epoch, shown.pid, shown.device = session.epoch, session.pid, session.device
         shown.zone = session.zone
+        if host.deadline_s:
+            shown.leaves_in_s = max(0.0, host.deadline_s - awake_s())
         shown.capacity.CopyFrom(session.capacity)
         shown.versions.extend(sorted(session.versions))
         shown.seen_at = session.seen_at
-        shown.reason = "; ".join(f"{name}: {why}" for name, why in session.troubles.items())
+        troubles = (f"{name}: {why}" for name, why in session.troubles.items())
+        shown.reason = "; ".join([*([host.reason] if host.reason else []), *troubles])
         return shown
 
     def _remote(self) -> Iterator[Host]:

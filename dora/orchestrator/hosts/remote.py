@@ -36,6 +36,7 @@ class HostSession:
         self.fetched = 0.0, 0  # seconds and bytes of the last version that came; 0: none has
         self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
         self._ordered_again: set[str] = set()  # of these
+        self._has_left = False  # it was told to end
         self._outbox: asyncio.Queue[pb.HostOrder | None] = asyncio.Queue(ORDERS_QUEUED_MAX + 1)
         self._examined: tuple[int, asyncio.Future[Answer]] | None = None  # the examination that is awaited
 
@@ -82,14 +83,18 @@ class HostSession:
         self._examined[1].set_result((found, time.time()))
 
     def leave(self, reason: str) -> None:
-        """Tells the agent to end. No order follows."""
+        """Tells the agent to end, once. No order follows."""
+        if self._has_left:
+            return
+        self._has_left = True
         self.send(pb.HostOrder(leave=pb.LeaveHost(reason=reason)))
 
     def give_up(self) -> None:
-        """Ends the stream at once and drops queued commands."""
+        """Ends the stream and drops queued orders, but for the one to leave."""
         self.settled.set()
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+        orders = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())]
+        if orders and (last := orders[-1]) is not None and last.HasField("leave"):
+            self._outbox.put_nowait(last)
         if self._examined is not None and not self._examined[1].done():
             self._examined[1].set_exception(Conflict("host", self.name, "a connected host", why="is lost"))
         self._outbox.put_nowait(None)

@@ -108,6 +108,10 @@ class WeightDistributor:
     def lost(self, host: str, epoch: int) -> None:
         self._carry_out(self._broadcast.lost(host, epoch))
 
+    def leaving(self, host: str, epoch: int) -> None:
+        """Lets others fetch from other hosts than this one, which leaves."""
+        self._carry_out(self._broadcast.leaving(host, epoch))
+
     def published(self, version: int, *, anew: bool) -> None:
         manifest = self._store.manifest(version)
         self._canaries[version] = manifest.canary

@@ -2,13 +2,19 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.core import events as on
+from dora.core.rules.notice import is_emptied
 from dora.core.state import State
 from dora.errors import Conflict, InvalidValue, NotFound, one_of
 from dora.host.launcher import WORKERS_MAX, Launcher
 from dora.orchestrator.hosts.remote import HostSession
 from dora.orchestrator.rollout.streams import DRAINED
+from dora.system.awake import awake_s
+
+CAUSES: Final = ("notice", "operator", "lease", "connection", "fault")  # of hosts that left or are lost
+DRAINS: Final = {"notice": "preempted by notice", "operator": "drained by an operator"}
 
 
 @dataclass(slots=True)
@@ -19,6 +25,9 @@ class Host:
     launcher: Launcher
     session: HostSession | None = None
     draining: bool = False
+    deadline_s: float = 0.0  # by ``awake_s``: the end of a draining host; 0: it has none
+    cause: str = ""  # one of CAUSES: why it drains
+    reason: str = ""  # the same for operators
     leaving: set[str] = field(default_factory=set)  # workers that are drained, to be stopped afterwards
 
     @property
@@ -39,19 +48,30 @@ class WorkerCounts:
         self._post = post
         self.scaled: Callable[[int], None] = lambda workers: None  # gets the new number of the service's own host
 
-    def drain(self, name: str) -> int:
-        """Drains all workers of a host, which leaves afterwards. Returns their number. Raises NotFound, Conflict."""
-        host = self._named(name)
-        if host.draining:
+    def drain(self, name: str, cause: str, within_s: float = 0.0) -> int:
+        """Drains all workers of a host, which leaves afterwards, or ``within_s`` from now at the latest if that is not
+        0. Returns their number. Raises NotFound, InvalidValue, and Conflict unless there is a deadline.
+        """
+        host, reason = self._named(name), DRAINS[cause] + (f", {within_s:g} s" if within_s else "")
+        if within_s and host.session is None:
+            raise InvalidValue("--within", within_s, f"a host that has joined: {name} is the service's own")
+        if host.draining and not within_s:
             raise Conflict("host", name, "a host that is not draining", why="is draining already")
-        self._check_left_over(host.active)
+        active = host.active
+        if within_s:
+            host.leaving.update(name for name in active if name in self._state.workers)
+            self._post(on.HostNoticed(name, within_s, reason))
+            if not host.deadline_s or awake_s() + within_s < host.deadline_s:
+                host.deadline_s, host.cause, host.reason = awake_s() + within_s, cause, reason
+        else:
+            self._check_left_over(host.active)
+            host.cause, host.reason = cause, reason
         host.draining = True
-        count = len(host.active)
-        for worker_id in host.active:
+        for worker_id in active:
             self._empty(host, worker_id)
         self._tell(host)
-        self._end_if_drained(host)
-        return count
+        self.end_if_drained(host)
+        return len(active)
 
     def drain_worker(self, worker_id: str) -> None:
         """Drains one worker, also one that no launcher started. Raises NotFound, Conflict."""
@@ -74,6 +94,8 @@ class WorkerCounts:
         targets = {name: workers} if name else distributor(counts, workers)
         changed = [host for host in hosts if targets[host.name] != counts[host.name] or host.draining]
         for host in changed:
+            if host.deadline_s:
+                raise Conflict("host", host.name, "a host that stays", why=f"leaves ({host.reason})")
             if host.leaving:
                 why = f"is changing: {', '.join(sorted(host.leaving))} are being drained"
                 raise Conflict("host", host.name, "a host with no draining workers", why=why)
@@ -84,7 +106,7 @@ class WorkerCounts:
         emptied: list[str] = []
         for host in changed:
             change = host.launcher.scale(targets[host.name])
-            host.draining = False
+            host.draining, host.cause, host.reason = False, "", ""
             started.extend(change.started)
             for worker_id in change.surplus:
                 emptied.append(worker_id)
@@ -127,10 +149,13 @@ class WorkerCounts:
             if worker_id in host.launcher.workers:
                 host.launcher.stop(worker_id)
                 host.leaving.discard(worker_id)
-                self._end_if_drained(host)
+                self.end_if_drained(host)
 
-    def _end_if_drained(self, host: Host) -> None:
-        if host.draining and not host.launcher.workers and host.session is not None:
+    def end_if_drained(self, host: Host) -> None:
+        """Lets a draining host leave that has no worker. One with a deadline first empties its pool."""
+        if not host.draining or host.launcher.workers or host.session is None:
+            return
+        if not host.deadline_s or is_emptied(self._state, host.name):
             host.session.leave(DRAINED)
 
 

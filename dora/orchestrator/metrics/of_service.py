@@ -67,6 +67,13 @@ FLEET: Final = (
     ),
     Metric("dora_hosts", "Hosts by state.", lambda seen: seen.host_states(), ("state",)),
     Metric(
+        "dora_hosts_gone_total",
+        "Hosts that left or were lost, by cause: `notice` of their scheduler, `operator`, `lease`, `connection` or "
+        "`fault`.",
+        lambda seen: {(cause,): float(count) for cause, count in seen.runtime.hosts.gone.items()},
+        ("cause",),
+    ),
+    Metric(
         "dora_slots", "Requests that all workers can decode at once.", lambda seen: sum(w.slots for w in seen.workers)
     ),
     Metric("dora_engine_waiting", "Requests queued inside engines.", lambda seen: sum(w.waiting for w in seen.workers)),
@@ -92,8 +99,8 @@ FLEET: Final = (
     Metric("dora_pool_spill_bytes", "KV that pools have on disk.", lambda seen: seen.pool_bytes("spill_bytes")),
     Metric(
         "dora_moves_total",
-        "Handoffs that workers have carried out or refused: `kind` move, park or resume; `reason` why the core began "
-        "it; `result` done, ended (the response ended first), refused or failed.",
+        "Handoffs that workers have carried out or refused: `kind` move, park, resume, or carry from pool to pool; "
+        "`reason` why the core began it; `result` done, ended (the response ended first), refused or failed.",
         lambda seen: seen.moves(),
         ("kind", "reason", "result"),
     ),

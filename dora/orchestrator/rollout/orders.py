@@ -40,14 +40,16 @@ def worker_message(
     store: HostVersions,
     source: Reached | None = None,
     target: Reached | None = None,
+    measure: Reached | None = None,
     was_parked: bool = False,
     has_pool: bool = False,
 ) -> pb.WorkerCommand:
     """Returns the message of ``command``. Notes in the response buffer how a request will arrive at its worker.
 
     ``source`` and ``target`` are the connected ends of the command's handoff. Each gets the other's address, so that
-    they talk without the service; a message without an address is answered with a failure. With ``was_parked`` the
-    source is, or was, a pool. With ``has_pool`` a request need not queue at its target.
+    they talk without the service; a message without an address is answered with a failure. ``measure`` tells the size
+    of the KV, if the source does not. With ``was_parked`` the source is, or was, a pool. With ``has_pool`` a request
+    need not queue at its target.
     """
     message = pb.WorkerCommand(command_id=command.command_id)
     match command:
@@ -75,7 +77,7 @@ def worker_message(
             reserve = pb.ReserveSlot(request_id=request_id, version=version, kv_tokens=kv_tokens, needs_slot=has_pool)
             if source is not None:
                 reserve.source_epoch = source.epoch
-                reserve.kv_bytes, reserve.most_bytes = _kv_bytes(source, kv_tokens)
+                reserve.kv_bytes, reserve.most_bytes = _kv_bytes(measure or source, kv_tokens)
             message.reserve_slot.CopyFrom(reserve)
         case do.CancelReservation(request_id=request_id):
             message.cancel_reservation.request_id = request_id

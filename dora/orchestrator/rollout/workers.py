@@ -6,7 +6,7 @@ from typing import Final, get_args
 
 from dora.core import commands as do
 from dora.core import events as on
-from dora.core.handoff.table import FROM_POOL
+from dora.core.handoff.table import FROM_POOL, HandoffKind
 from dora.errors import NotFound
 from dora.orchestrator.rollout.core import Core, Handlers
 from dora.orchestrator.rollout.orders import HostVersions, worker_message
@@ -69,8 +69,11 @@ class Workers:
         if handoff is None:
             return worker_message(command, self._buffer, self._hosts)
         source, target = self._sessions.end(handoff.source), self._sessions.end(handoff.target)
+        measure = source
+        if handoff.kind is HandoffKind.CARRY:  # a pool does not know how large a token's KV is
+            measure = next(iter(self._sessions.workers.values()), None)
         was_parked, has_pool = handoff.kind in FROM_POOL, bool(self._sessions.pools)
-        return worker_message(command, self._buffer, self._hosts, source, target, was_parked, has_pool)
+        return worker_message(command, self._buffer, self._hosts, source, target, measure, was_parked, has_pool)
 
     def _evict(self, command: do.EvictWorker) -> None:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)

@@ -65,7 +65,7 @@ class HostService(stubs.HostServicer):
                 raise error
         finally:
             reading.cancel()
-            hosts.lose(session, "its agent's connection broke")
+            hosts.lose(session, "its agent's connection broke", "connection")
 
     async def _hello(self, messages: AsyncIterator[pb.HostMessage]) -> pb.HostHello:
         try:
@@ -96,7 +96,7 @@ class HostService(stubs.HostServicer):
             elif message.HasField("examined"):
                 session.examined(checked_examination(message.examined))
             elif message.HasField("leaving"):
-                hosts.leaves(session)
+                hosts.leaves(session, message.leaving.within_s)
             else:
                 raise InvalidValue("kind", message.WhichOneof("kind"), "a message of dora.proto")
 

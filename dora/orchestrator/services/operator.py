@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from dora.core import events as on
 from dora.errors import InvalidValue, NotFound, one_of
@@ -118,12 +119,17 @@ class OperatorService(stubs.OperatorServicer):
         return pb.OperatorReply(message=f"{request.trajectory_id} moves to {request.target_worker}", moves=1)
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.OperatorReply:
-        name, hosts = request.worker_id, self._hosts
+        name, hosts, within_s = request.worker_id, self._hosts, request.within_s
+        if not 0.0 <= within_s < inf:
+            raise InvalidValue("--within", within_s, "0 or more seconds")
         if hosts.has(name) and name not in self._core.state.workers:
             with self._changing() as reply:
-                count = hosts.worker_counts.drain(name)
-                reply.message = f"{name} is draining: its workers ({count}) leave, then the host"
+                count = hosts.drain(name, "operator", within_s)
+                by = f", within {within_s:g} s" if within_s else ""
+                reply.message = f"{name} is draining: its workers ({count}) leave, then the host{by}"
             return reply
+        if within_s:
+            raise InvalidValue("--within", within_s, f"a host: {name} is not one of {', '.join(hosts.connected())}")
         with self._changing() as reply:
             hosts.worker_counts.drain_worker(name)
             reply.message = f"{name} is draining and will leave"

@@ -157,15 +157,20 @@ def drain(
             help="A worker id of `dora workers`, or a host of `dora hosts`.",
         ),
     ],
+    within_s: Annotated[
+        float,
+        typer.Option("--within", min=0.0, metavar="S", help="A host's deadline in seconds; default: none."),
+    ] = 0.0,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Take a worker, or all workers of a host, out of service: their requests move elsewhere, then the workers end.
 
-    The agent of a joined host ends after its last worker.
+    The agent of a joined host ends after its last worker. With --within it ends after S seconds at the latest: KV
+    leaves it until then, and requests that are still there resume elsewhere.
     """
-    print_reply(ask(address, token, lambda operator: operator.drain(worker)), as_json)
+    print_reply(ask(address, token, lambda operator: operator.drain(worker, within_s)), as_json)
 
 
 def scale(

@@ -1,0 +1,169 @@
+"""What machines cost that a scheduler takes and gives back, in the simulator, which drives the service's own core.
+
+    python perf/cluster.py [--only notice spot] [--hours 2] [--json]
+
+notice: full engines of 200 GB of KV, and a 30 s notice for one machine after the other, on links of 10 GB/s. Counts what
+becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost at the deadline.
+spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a step,
+beside that of the same machines undisturbed, both bound by generation.
+The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dora.config import WindowConfig
+from dora.core import commands as do
+from dora.core import events as on
+from dora.core.state import IDLE, RUNNING, WAITING
+from dora.lab.sim.invariants import check_state
+from dora.lab.sim.scenario import Cluster, Lengths, Scenario, TrainerPace, Workload
+from dora.lab.sim.watch import Watch
+from dora.lab.sim.world import World
+from dora.system.memory import collecting_rarely
+
+NOTICE_S: Final = 30.0
+LINK_BYTES_PER_S: Final = 10e9
+PERIOD_S: Final = 60.0  # between two notices of spot machines
+AWAY_S: Final = 30.0  # until another machine has come
+WARMUP_STEPS: Final = 3
+BEGIN_S: Final = 300.0  # engines are full then
+
+
+def scenario(hosts: int, slots: int, kv_tokens: int, groups_per_step: int) -> Scenario:
+    """One engine and one pool a machine; the trainer waits for generation."""
+    links = {"link_bytes_per_s": LINK_BYTES_PER_S, "pool_bytes_per_s": LINK_BYTES_PER_S}
+    sizes = {"slots": slots, "kv_tokens": kv_tokens, "pools": hosts, "pool_tokens": 2 * kv_tokens}
+    return Scenario(
+        name="spot",
+        window=WindowConfig(size=3),
+        cluster=Cluster(gpus=8 * hosts, rollout_gpus=4 * hosts, hosts=hosts, **links, **sizes),
+        trainer=TrainerPace(groups_per_step=groups_per_step, step_s=30.0, micro_batches=4),
+        workload=Workload(group_size=8, lengths=Lengths(mu=7.5, sigma=0.9, cap_tokens=16_000)),
+    )
+
+
+@dataclass
+class Fates:
+    """The KV tokens of machines at their notices, by what became of them."""
+
+    moved: int = 0
+    ended: int = 0
+    left: int = 0
+    again: int = 0  # of those moved, computed again before the next notice
+    fullest: int = 0  # of one machine
+    _held: dict[str, int] = field(default_factory=dict)  # of the present notice
+    _gone: set[str] = field(default_factory=set)
+
+    def noticed(self, world: World, host: str) -> None:
+        state = world.machine.state
+        ends = [*state.workers.values(), *state.pools.values()]
+        rows = [row for end in ends if end.host == host for row in (*end.rows, *getattr(end, "kept", ()))]
+        self._held, self._gone = {state.request_id[row]: state.kv_of(row) for row in rows}, set()
+        self.fullest = max(self.fullest, sum(self._held.values()))
+
+    def taken(self, world: World, host: str) -> None:
+        """Called just before the machine ends."""
+        state = world.machine.state
+        for request_id, kv_tokens in self._held.items():
+            row = state.request_row.get(request_id)
+            if row is None or state.requests["status"][row] not in (WAITING, RUNNING, IDLE):
+                self.ended += kv_tokens
+                continue
+            end = state.owner(row) or state.pool_of(row)
+            if end is None or end.host == host:
+                self.left += kv_tokens
+            else:
+                self.moved += kv_tokens
+                self._gone.add(request_id)
+
+    def saw(self, _now_s: float, _event: on.Event, commands: list[do.Command]) -> None:
+        for command in commands:
+            if isinstance(command, do.StartRequest) and command.request_id in self._gone:
+                self.again += self._held[command.request_id]
+
+
+def notice(options: argparse.Namespace) -> dict[str, Any]:
+    hosts = 6
+    world, fates = _world(scenario(hosts, 256, 772_000, 192)), Fates()
+    world.observers.append(fates.saw)
+    for number in range(hosts):
+        host, at_s = f"h{number}", BEGIN_S + 4 * NOTICE_S * number
+        world.run_until(lambda at_s=at_s: world.now_s >= at_s)
+        fates.noticed(world, host)
+        world.after(NOTICE_S, fates.taken, world, host)
+        world.notice(host, NOTICE_S, AWAY_S)
+    world.run_until(lambda: world.now_s >= at_s + 4 * NOTICE_S)
+    token_gb = world.scenario.cluster.kv_token_bytes / 1e9
+    return {
+        "machines": hosts,
+        "fullest_gb": fates.fullest * token_gb,
+        "moved_gb": fates.moved * token_gb,
+        "ended_in_place_gb": fates.ended * token_gb,
+        "lost_gb": fates.left * token_gb,
+        "moved_share": fates.moved / (fates.moved + fates.left),
+        "moved_and_computed_again_gb": fates.again * token_gb,
+    }
+
+
+def spot(options: argparse.Namespace) -> dict[str, Any]:
+    owned, taken = (_steps(options.hours * 3600.0, is_spot) for is_spot in (False, True))
+    return {
+        "machines_taken": taken["taken"],
+        "groups_trained": taken["groups"],
+        "step_owned_s": owned["step_s"],
+        "step_spot_s": taken["step_s"],
+        "spot_over_owned": taken["step_s"] / owned["step_s"],
+        "requests_computed_again_by_loss": taken["orphaned"],
+    }
+
+
+def _steps(limit_s: float, is_spot: bool) -> dict[str, float]:
+    hosts = 24
+    world, commits = _world(scenario(hosts, 128, 400_000, 256)), list[float]()
+    world.observers.append(lambda now_s, event, _: commits.append(now_s) if type(event) is on.StepCommitted else None)
+
+    def take(number: int) -> None:
+        world.notice(f"h{number % hosts}", NOTICE_S, AWAY_S)
+        world.after(PERIOD_S, take, number + 1)
+
+    if is_spot:
+        world.after(PERIOD_S, take, 0)
+    world.run_until(lambda: world.now_s >= limit_s)
+    check_state(world.machine.state)
+    counters = world.machine.counters
+    step_s = (commits[-1] - commits[WARMUP_STEPS - 1]) / (len(commits) - WARMUP_STEPS)
+    found = {"step_s": step_s, "groups": counters.groups_trained, "orphaned": counters.requests_orphaned}
+    return found | {"taken": counters.hosts_noticed}
+
+
+def _world(found: Scenario) -> World:
+    world = World(found, 0)
+    world.observers.append(Watch(lambda: world.machine).saw)
+    return world
+
+
+FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {"notice": notice, "spot": spot}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with collecting_rarely():
+        found = {name: FIGURES[name](options) for name in options.only}
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, figures in found.items():
+        for title, value in figures.items():
+            print(f"{name}: {title.replace('_', ' ')}: {value:,.4g}")
+
+
+if __name__ == "__main__":
+    main()
