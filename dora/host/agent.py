@@ -39,12 +39,14 @@ from dora.rpc.errors import ServiceUnavailable, from_rpc_error
 from dora.rpc.proven import ProvenStream, Prover, proven_channel
 from dora.rpc.sealed import unsealed
 from dora.session.member import TOLD_TO_END, Member
+from dora.system.probes import serving_probes
 from dora.tls import Tls
 from dora.weights.reference import read_reference
 
 log = logging.getLogger("dora.host")
 
 REPORT_S: Final = 1.0
+STILL_S: Final = 30.0  # without a report, after which the agent is not live
 JOIN_PAUSE_S: Final = 0.5  # doubled at each attempt, up to
 JOIN_PAUSE_MAX_S: Final = 2.0
 SAID_PAUSE_S: Final = 10.0  # until the same failure is said again; doubled each time
@@ -70,6 +72,7 @@ class AgentOptions:
     kv_host: str = ""
     zone: str = ""
     rejoin_s: float = 600.0  # how long it tries to join again
+    probes: str = ""  # HOST:PORT of /live and /ready; empty: none
     notice_s: float = 0.0  # how long it lasts once it is told to end; 0: as the service says
     tls: Tls | None = None
 
@@ -92,10 +95,12 @@ async def run_agent(options: AgentOptions, stop: asyncio.Event, said: Callable[[
             reference = await asyncio.to_thread(read_reference, Path(options.model))
             digest = digest_of(await asyncio.to_thread(model_files, reference))
         agent = _Agent(options, placement, digest, folder, stop, said)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(agent.close)
+            if options.probes:
+                address = await stack.enter_async_context(serving_probes(options.probes, agent, "--probes"))
+                said(f"probes are at http://{address}/live and /ready")
             return await agent.stay_connected()
-        finally:
-            await agent.close()
 
 
 def _first_join_s(error: DoraError) -> float:
@@ -151,6 +156,23 @@ class _Agent(Member):
         self._outbox: asyncio.Queue[pb.HostMessage | None] = asyncio.Queue(MESSAGES_MAX)
         self._keeping = Orphaned(said)
         self._attempts = FailedAttempts()
+        self._runtime: HostRuntime | None = None  # of the present session
+        self._reported_s = 0.0
+
+    def live(self) -> str:
+        """Returns why this process does not keep the host's lease, or an empty text. A lost service is no reason."""
+        still_s = time.monotonic() - self._reported_s
+        if self._runtime is None or still_s <= STILL_S:
+            return ""
+        return f"the host has sent no report for {still_s:.0f} s"
+
+    def ready(self) -> str:
+        """Returns why the host generates nothing for its service, or an empty text."""
+        if self._stop.is_set():
+            return "the host leaves"
+        if self._runtime is None:
+            return f"the host has not joined {self._options.address}"
+        return "" if self._runtime.workers_serving else "no worker of the host has loaded a version"
 
     def patience_s(self, error: DoraError) -> float:
         rejoin_s = self._options.rejoin_s
@@ -193,6 +215,7 @@ class _Agent(Member):
         self, orders: AsyncIterator[pb.HostOrder], stub: stubs.HostStub, welcome: pb.HostWelcome
     ) -> str | None:
         runtime, work = await self._taken_up(orders, stub, welcome)
+        self._runtime, self._reported_s = runtime, time.monotonic()
         working = asyncio.create_task(work)
         reporting = asyncio.create_task(self._report(runtime))
         stopping = asyncio.create_task(self._leave(self._options.notice_s or welcome.notice_s))
@@ -212,6 +235,7 @@ class _Agent(Member):
             is_lost = True
             raise
         finally:
+            self._runtime = None
             for task in (working, reporting, stopping):
                 task.cancel()
             await asyncio.gather(working, reporting, stopping, return_exceptions=True)
@@ -253,6 +277,7 @@ class _Agent(Member):
     async def _report(self, runtime: HostRuntime) -> None:
         while True:
             self._send(pb.HostMessage(report=await asyncio.to_thread(runtime.report)))
+            self._reported_s = time.monotonic()
             await asyncio.sleep(REPORT_S)
 
     def _send(self, message: pb.HostMessage) -> None:

@@ -98,6 +98,7 @@ class HostRuntime:
         self._examiner: Examiner | None = None
         self._examining: asyncio.Task[None] | None = None
         self._is_alone = False
+        self.workers_serving = 0  # as the service says
         self.model_digest = ""  # of the model in use
         self.epoch = 0  # the latest
 
@@ -132,7 +133,7 @@ class HostRuntime:
         self.epoch = welcome.epoch
         self._workers, self._kv = _settings(welcome.settings_json)
         await asyncio.to_thread(self._relay.close)
-        self._is_alone = False
+        self._is_alone, self.workers_serving = False, 0
         self._relay = self._open_relay(welcome, self._store)
         self._processes.proceed()
         return await self._obey(orders, self._processes, self._relay)
@@ -179,6 +180,8 @@ class HostRuntime:
                     await asyncio.to_thread(relay.drop, order.drop_version.name)
                 case "examine":
                     self._examine(order.examine)
+                case "serving":
+                    self.workers_serving = order.serving.workers
                 case "leave":
                     await processes.close()
                     return order.leave.reason

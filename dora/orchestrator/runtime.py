@@ -54,6 +54,8 @@ from dora.weights.store import WeightStore
 
 log = logging.getLogger("dora.service")
 
+STILL_S: Final = 30.0  # without a tick, after which a service is not live, or
+STILL_TICKS: Final = 20.0  # times service.tick_s, if that is longer
 HOPELESS: Final = (
     "a source that works, or prompts submitted over gRPC; the step keeps its groups and may be requested again"
 )
@@ -82,6 +84,7 @@ class Runtime:
         self.buffer = ResponseBuffer(config.rollout, routing, config.window.least)
         core = self.core = ServiceCore(Machine(config), Executor(), self.journal, self.telemetry, self.buffer)
         self.incarnation = Incarnation()
+        self._ticked_s: float | None = None  # of the last tick, by the system's clock
         self.recorder = RecordQueue(recorder, self.storage, core.spawn, self.journal)
         self.sessions = MemberSessions(self._end_lost, None, config.workers.report_period_ms)
         fetched = functools.partial(self.telemetry.observe, of.RELAY)
@@ -195,6 +198,7 @@ class Runtime:
             due_s = time.monotonic() + self.config.service.tick_s
             await asyncio.sleep(self.config.service.tick_s)
             self.telemetry.observe(of.LATE, max(0.0, time.monotonic() - due_s))
+            self._ticked_s = time.monotonic()
             workers = self.core.state.workers.values()
             loading = {worker.worker_id for worker in workers if worker.loading >= 0}
             self.sessions.replace_silent(self.config.workers.silence_timeout_s, loading)
@@ -206,6 +210,18 @@ class Runtime:
                 self.sweep_snapshots()
             await self.look_at_storage()
             self._end_hopeless_step()
+
+    def live(self) -> str:
+        """Returns why the service makes no progress, or an empty text."""
+        limit_s = max(STILL_S, STILL_TICKS * self.config.service.tick_s)
+        still_s = 0.0 if self._ticked_s is None else time.monotonic() - self._ticked_s
+        return f"the service has not looked at its clock for {still_s:.0f} s" if still_s > limit_s else ""
+
+    def ready(self) -> str:
+        """Returns why the service does not serve clients, or an empty text."""
+        if not self.incarnation.reattachment.is_over:
+            return "the log was read; workers of before are awaited"
+        return "it ends" if self.draining.ends_s is not None else ""
 
     async def look_at_storage(self) -> None:
         """Checks which storage can be written, and retries failed writes."""

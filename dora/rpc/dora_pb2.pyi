@@ -2088,7 +2088,7 @@ class HostLeaving(_message.Message):
     def __init__(self, within_s: _Optional[float] = ...) -> None: ...
 
 class HostOrder(_message.Message):
-    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine")
+    __slots__ = ("welcome", "start_worker", "stop_worker", "fetch_version", "drop_version", "leave", "examine", "serving")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     START_WORKER_FIELD_NUMBER: _ClassVar[int]
     STOP_WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -2096,6 +2096,7 @@ class HostOrder(_message.Message):
     DROP_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     EXAMINE_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
     welcome: HostWelcome
     start_worker: StartWorker
     stop_worker: StopWorker
@@ -2103,7 +2104,14 @@ class HostOrder(_message.Message):
     drop_version: DropVersion
     leave: LeaveHost
     examine: ExamineHost
-    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ...) -> None: ...
+    serving: HostServing
+    def __init__(self, welcome: _Optional[_Union[HostWelcome, _Mapping]] = ..., start_worker: _Optional[_Union[StartWorker, _Mapping]] = ..., stop_worker: _Optional[_Union[StopWorker, _Mapping]] = ..., fetch_version: _Optional[_Union[FetchVersion, _Mapping]] = ..., drop_version: _Optional[_Union[DropVersion, _Mapping]] = ..., leave: _Optional[_Union[LeaveHost, _Mapping]] = ..., examine: _Optional[_Union[ExamineHost, _Mapping]] = ..., serving: _Optional[_Union[HostServing, _Mapping]] = ...) -> None: ...
+
+class HostServing(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    def __init__(self, workers: _Optional[int] = ...) -> None: ...
 
 class ExamineHost(_message.Message):
     __slots__ = ("examination", "peers", "kv_bytes")

@@ -16,11 +16,11 @@ from dora.data.engine_times import HISTOGRAMS
 from dora.errors import InvalidValue
 from dora.orchestrator.hosts.fronts import Front
 from dora.orchestrator.main import ServiceHandle
-from dora.orchestrator.metrics import server
 from dora.orchestrator.metrics.of_hosts import HOST
 from dora.orchestrator.metrics.of_service import SERVICE
 from dora.orchestrator.rollout.distributions import DISTRIBUTIONS
 from dora.rpc.room import host_of_peer
+from dora.system import probes
 from tests.e2e.agents import agent, are_ready, host
 from tests.refusals import refused
 from tests.service import configured, during, move_one, running, train, train_beside, until
@@ -186,8 +186,8 @@ async def test_the_time_of_tools_is_counted_a_turn(tiny_dense: Path) -> None:
 async def test_other_pages_are_refused_and_a_scraper_that_hangs_disturbs_nothing(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "LIFETIME_S", 1.0)
-    monkeypatch.setattr(server, "CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(probes, "LIFETIME_S", 1.0)
+    monkeypatch.setattr(probes, "CONNECTIONS_MAX", 4)
     async with running(fake(tiny_dense)) as handle:
         assert (await get(handle, "/hosts/h9/metrics"))[0] == 404
         code, text = await get(handle, "/")

@@ -59,6 +59,8 @@ AGENTS: Final = (
 )  # also within a session
 OWN: Final = (
     Route("GET", "/health", control.health),
+    Route("GET", "/live", control.live),
+    Route("GET", "/ready", control.health),
     Route("GET", "/prefix_breaks", control.breaks),
     Route("GET", "/metrics", control.metrics, READS),
     Route("POST", "/sessions", control.open_sessions, OPENS),

@@ -21,6 +21,11 @@ SIZE_MAX: Final = 4096
 _FIELDS: Final = ("group", "size", "model", "sampling", "task", "tags", "verifier")
 
 
+async def live(request: web.Request) -> web.Response:
+    """Answers 200 while the front does, whatever its service does."""
+    return web.Response()
+
+
 async def health(request: web.Request) -> web.Response:
     """Answers 200 while the service does. Raises ServiceUnavailable."""
     await request.app[GATEWAY].live()

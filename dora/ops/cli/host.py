@@ -55,6 +55,9 @@ def host(
     rejoin_s: Annotated[
         float, typer.Option(min=0.0, metavar="S", help="How long to try to rejoin after the service is lost.")
     ] = 600.0,
+    probes: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address of /live and /ready for a scheduler; default: none.")
+    ] = "",
     notice_s: Annotated[
         float | None,
         typer.Option(
@@ -94,6 +97,7 @@ def host(
         kv_host=kv_host,
         zone=zone,
         rejoin_s=rejoin_s,
+        probes=probes,
         notice_s=notice_s or 0.0,
         tls=tls,
     )

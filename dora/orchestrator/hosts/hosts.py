@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from pathlib import Path
@@ -303,7 +304,10 @@ class Hosts:
                 self.lose(host.session, host.reason)
             else:
                 self.worker_counts.end_if_drained(host)
+        serving = Counter(worker.host for worker in self._state.workers.values() if worker.loaded >= 0)
         for host in list(self._remote()):
+            assert host.session is not None
+            host.session.serve(serving[host.name])
             self._look_for_workers(host)
 
     def _look_for_workers(self, host: Host) -> None:

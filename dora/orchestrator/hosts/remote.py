@@ -33,6 +33,7 @@ class HostSession:
         self.settled = asyncio.Event()  # its relay listens, or it is given up
         self.heard_s = awake_s()
         self.seen_at = time.time()
+        self.workers_serving = 0  # as the agent was told
         self.fetched = 0.0, 0  # seconds and bytes of the last version that came; 0: none has
         self.absent_s: dict[str, float] = {}  # workers that have not joined: since when they are awaited
         self._ordered_again: set[str] = set()  # of these
@@ -68,6 +69,12 @@ class HostSession:
             self.give_up()
         else:
             self._outbox.put_nowait(order)
+
+    def serve(self, workers: int) -> None:
+        """Tells the agent how many of its workers have loaded a version, if that has changed."""
+        if workers != self.workers_serving:
+            self.workers_serving = workers
+            self.send(pb.HostOrder(serving=pb.HostServing(workers=workers)))
 
     async def examine(self, order: pb.ExamineHost) -> Answer:
         """Orders an examination, and waits for its result."""

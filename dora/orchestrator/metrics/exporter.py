@@ -35,6 +35,12 @@ class Exporter:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def live(self) -> str:
+        return self._runtime.live()
+
+    def ready(self) -> str:
+        return self._runtime.ready()
+
     async def service(self) -> bytes:
         loop = asyncio.get_running_loop()
         free = await loop.run_in_executor(self._thread, free_bytes, self._folders)

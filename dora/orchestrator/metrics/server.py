@@ -1,67 +1,50 @@
-"""Serves the metrics over HTTP: ``/metrics``, ``/hosts/NAME/metrics`` and ``/sd``, the discovery of these pages.
+"""Serves the metrics over HTTP: ``/metrics``, ``/hosts/NAME/metrics`` and ``/sd``, the discovery of these pages; and
+the probes ``/live`` and ``/ready``.
 
-Under TLS, a caller needs a certificate or a token of a role that may read the service's state.
-
-A scraper that hangs costs its own connection alone: a connection serves one request and is closed after ``LIFETIME_S``,
-at most ``CONNECTIONS_MAX`` are open, and at most ``PAGES_MAX`` pages are made at once.
+Under TLS, a caller of other pages than the probes needs a certificate or a token of a role that may read the service's
+state. At most ``PAGES_MAX`` pages are made at once.
 """
 
-import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 from aiohttp import web
 
-from dora.errors import DoraError, InvalidValue
+from dora.errors import DoraError
 from dora.metrics.text import TEXT
 from dora.orchestrator.metrics.exporter import HOST_PATH, SERVICE_PATH, Exporter
 from dora.rpc.bearer import READS, bearer_of, check_bearer
 from dora.rpc.errors import PermissionDenied
 from dora.rpc.roles import ServiceTokens
-from dora.system.process_tree import listener_of
+from dora.system.probes import BoundedServer, Closed, listening, probe
 from dora.tls.http import HttpTls
 
 log = logging.getLogger("dora.service")
 
-LIFETIME_S: Final = 10.0
-CONNECTIONS_MAX: Final = 64
 PAGES_MAX: Final = 4
+OPTION: Final = "--metrics"
 DISCOVERY_PATH: Final = "/sd"
 
 _HOST_PAGE: Final = re.compile(HOST_PATH.format(name="([^/]+)"))
 PLACES: Final = f"{SERVICE_PATH}, {HOST_PATH.format(name='NAME')} and {DISCOVERY_PATH}"
 
 
-class MetricsServer:
-    """Answers scrapers. ``connect`` makes each connection's protocol. If ``guard`` is None, everyone may read."""
+class MetricsServer(BoundedServer):
+    """Answers scrapers and probes. If ``guard`` is None, everyone may read."""
 
     def __init__(self, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None) -> None:
         self._exporter = exporter
         self._guard = guard
         self._tokens = tokens
-        self._server = web.Server(self._answer, access_log=None)
         self._pages = 0
+        super().__init__(self._answered)
 
-    def connect(self) -> asyncio.BaseProtocol:
-        """Makes the protocol of one connection, whose time is limited; a connection too many is closed at once."""
-        if len(self._server.connections) >= CONNECTIONS_MAX:
-            return _Closed()
-        protocol = self._server()
-        asyncio.get_running_loop().call_later(LIFETIME_S, _end, protocol)
-        return protocol
-
-    async def close(self) -> None:
-        await self._server.shutdown(timeout=0)
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        reply = await self._reply(request)
-        reply.force_close()
-        return reply
-
-    async def _reply(self, request: web.BaseRequest) -> web.Response:
+    async def _answered(self, request: web.BaseRequest) -> web.Response:
+        if (found := probe(request.path, self._exporter)) is not None:
+            return found
         try:
             self._check(request)
         except DoraError as error:
@@ -94,24 +77,13 @@ class MetricsServer:
         return None if host is None else await self._exporter.host(host[1])
 
 
-def _end(protocol: web.RequestHandler) -> None:
-    if protocol.transport is not None:
-        protocol.transport.abort()
-
-
-class _Closed(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
-
-
 @contextlib.asynccontextmanager
 async def serving_metrics(
     listen: str, exporter: Exporter, guard: HttpTls | None = None, tokens: ServiceTokens | None = None
 ) -> AsyncIterator[str]:
     """Serves at ``listen`` (HOST:PORT); yields the actual address (port 0 takes a free one)."""
     server = MetricsServer(exporter, guard, tokens)
-    listener = await _listening(listen, server.connect if guard is None else guard.connecting(server.connect))
+    listener = await listening(listen, server.connect if guard is None else guard.connecting(server.connect), OPTION)
     port = listener.sockets[0].getsockname()[1]
     address = f"{listen.rpartition(':')[0]}:{port}"
     scheme = "http" if guard is None else "https"
@@ -129,15 +101,4 @@ async def serving_metrics(
 async def check_address(listen: str) -> None:
     """Raises InvalidValue if the metrics could not be served at this address; an empty one serves none."""
     if listen:
-        (await _listening(listen, _Closed)).close()
-
-
-async def _listening(listen: str, connect: Callable[[], asyncio.BaseProtocol]) -> asyncio.Server:
-    """Raises InvalidValue if the address cannot be had."""
-    host, _, port = listen.rpartition(":")
-    try:
-        return await asyncio.get_running_loop().create_server(connect, host.strip("[]"), int(port))
-    except (OSError, OverflowError) as error:
-        owner = listener_of(int(port))
-        why = f"is in use by process {owner}" if owner else ""
-        raise InvalidValue("--metrics", listen, "a free address of this host", why=why) from error
+        (await listening(listen, Closed, OPTION)).close()
