@@ -54,6 +54,7 @@ class World:
         self.names: dict[int, str] = {}  # live
         self.newest = 0
         self.is_calm = False
+        self.leaving: set[str] = set()
         self.fault_share = self.chance.choice((0.1, 0.6))  # of fetches
         self.retired: set[int] = set()
         self.unavailable: set[str] = set()
@@ -74,8 +75,9 @@ class World:
             self.again,
             self.remind,
             self.miss,
+            self.leave,
         ]
-        weights = [4, 3, 3, 2, 2, 3, 1, 1, 1]
+        weights = [4, 3, 3, 2, 2, 3, 1, 1, 1, 1]
         acts += [self.obey, self.finish, self.tell]
         weights += [12, 12, 12]
         self.chance.choices(acts, weights)[0]()
@@ -151,9 +153,22 @@ class World:
             host = self.chance.choice(sorted(self.hosts))
             epoch = self.hosts[host].epoch
             assert not self.broadcast.lost(host, epoch - 1), "of a past epoch"
+            self.leaving.discard(host)
             del self.hosts[host]
             self.obeyed(self.broadcast.lost(host, epoch))
             assert not self.broadcast.lost(host, epoch), "once more"
+
+    def leave(self) -> None:
+        """A host will be lost soon: while others have a version, it stands in no chain and is to give nothing."""
+        if not self.hosts:
+            return
+        host = self.chance.choice(sorted(self.hosts))
+        assert not self.broadcast.leaving(host, self.hosts[host].epoch - 1), "of a past epoch"
+        self.leaving.add(host)
+        self.obeyed(self.broadcast.leaving(host, self.hosts[host].epoch))
+        for version in self.names:
+            if set(self.broadcast.holders(version)) - self.leaving:
+                assert host not in self.broadcast.chain(version)
 
     def come(self) -> None:
         away = sorted(set(self.epochs) - set(self.hosts))
@@ -270,13 +285,28 @@ class World:
             assert not chain or chain[0] in self.broadcast.holders(version)
             assert set(chain) <= set(self.hosts)
 
-    def settle(self) -> None:
-        """No more faults. Everything that is still under way ends, and who gave up tries again."""
-        self.is_calm = True
+    def end_all(self) -> None:
         for _ in range(4):
             while self.obey() or self.finish() or self.tell():
                 self.check()
             self.remind()
+
+    def lose_leaving(self) -> None:
+        """What a host that leaves had is on all others by the time it is lost."""
+        staying = set(self.hosts) - self.leaving
+        for version in self.names:
+            holders = set(self.broadcast.holders(version))
+            assert not holders or staying <= holders, f"version {version} is on {holders} alone"
+        for host in sorted(self.leaving):
+            self.obeyed(self.broadcast.lost(host, self.hosts.pop(host).epoch))
+        self.leaving.clear()
+
+    def settle(self) -> None:
+        """No more faults. Everything that is still under way ends, and who gave up tries again."""
+        self.is_calm = True
+        self.end_all()
+        self.lose_leaving()
+        self.end_all()
         self.check()
         for version, name in self.names.items():
             holders = [host for host, own in self.hosts.items() if name in own.whole]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.ops.view.evaluation import evaluated_line, evaluation_line
+from dora.ops.view.hosts import notice_rows
 from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
@@ -102,7 +103,7 @@ def _faults(status: Status) -> Iterator[Line]:
         yield "prompts", f"failed: {status.prompts_failed}", BAD
     for line in refusals(status):
         yield "version", line.plain, BAD
-    for name, text in drain_rows(status):
+    for name, text in (*drain_rows(status), *notice_rows(status)):
         yield name, text, WARN
     for step in status.steps[-1:]:
         for text in alarms(step.metrics):

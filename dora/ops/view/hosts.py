@@ -62,9 +62,18 @@ def hosts_table(status: Status) -> Sheet[HostStatus]:
     """The hosts; below them the reasons of losses and faults, and the hosts that have left."""
     there = [row for row in status.hosts if not _has_left(row)]
     notes = [f"{row.name}: {row.reason}" for row in there if row.reason]
-    if left := [row.name for row in status.hosts if _has_left(row)]:
+    if left := [f"{row.name}{f' ({row.reason})' * bool(row.reason)}" for row in status.hosts if _has_left(row)]:
         notes.append(f"left, as was asked: {', '.join(left)}")
     return Sheet(HOST_COLUMNS, there, "hosts", notes=notes)
+
+
+def notice_rows(status: Status) -> list[tuple[str, str]]:
+    """Returns the hosts that leave by a deadline, with the cause and the time left."""
+    return [
+        (f"host {row.name}", f"leaves: {row.reason}; {row.leaves_in_s:.0f} s left")
+        for row in status.hosts
+        if row.leaves_in_s
+    ]
 
 
 def _has_left(row: HostStatus) -> bool:

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
+from dora.ops.view.hosts import notice_rows
 from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
@@ -54,7 +55,8 @@ WORKER_COLUMNS: Sequence[Column[WorkerStatus]] = (
 def service_view(status: Status, title: str, steps_planned: int = 0) -> RenderableType:
     """Shows progress, workers, reward, the trainer's metrics and counters. ``steps_planned`` 0 means without an end."""
     workers = Sheet(WORKER_COLUMNS, _shown(without_drained(status.workers)[0]), looks=(PLAIN,), tell=False)
-    drain = [Text(f"{name}: {told}", "cyan") for name, told in drain_rows(status)]
+    leaving = (*drain_rows(status), *notice_rows(status))
+    drain = [Text(f"{name}: {told}", "cyan") for name, told in leaving]
     head = [_progress(status, steps_planned), *drain, *_faults(status), *refusals(status)]
     below = [Note(_rewards(status)), *map(Note, _sessions(status)), *_metrics(status), _counters(status)]
     return Panel(

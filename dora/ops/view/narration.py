@@ -14,6 +14,7 @@ COUNTED_EVENTS = {
     "migrations_reprefill": "requests resumed by re-prefill",
     "migrations_failed": "handoffs undone",
     "groups_cancelled": "groups cancelled",
+    "hosts_noticed": "hosts leave by a deadline",
     "c1_violations": "VIOLATIONS OF C1",
 }
 

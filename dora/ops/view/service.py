@@ -13,7 +13,7 @@ from dora.data.counters import COUNTERS
 from dora.data.step_parts import named
 from dora.ops.view.conversation import escaped
 from dora.ops.view.evaluation import evaluated_line, evaluation_line
-from dora.ops.view.hosts import hosts_line, hosts_table
+from dora.ops.view.hosts import hosts_line, hosts_table, notice_rows
 from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import NONE, duration, measured, number
 from dora.ops.view.pools import pools_line, pools_table
@@ -167,7 +167,7 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     table.add_row("model", status.model)
     table.add_row("uptime", duration(status.uptime_s))
     table.add_row("state", "draining" if status.draining else "serving")
-    for name, told in drain_rows(status):
+    for name, told in (*drain_rows(status), *notice_rows(status)):
         table.add_row(name, told)
     table.add_row("storage", storage(status))
     table.add_row("trainer", trainer_line(status))

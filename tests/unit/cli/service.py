@@ -74,7 +74,8 @@ class CannedOperator(OperatorServicer):
         return pb.OperatorReply(message="g3.0 moves to w1", moves=1)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
-        return pb.OperatorReply(message=f"{request.worker_id} drains", moves=4)
+        by = f" within {request.within_s:g} s" if request.within_s else ""
+        return pb.OperatorReply(message=f"{request.worker_id} drains{by}", moves=4)
 
     async def Scale(self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext) -> pb.OperatorReply:
         place = f" on {request.host}" if request.host else ""

@@ -103,6 +103,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("migrate", "request"): Ran(["migrate", "--to", "w1", *AT], ["g3.0"], succeeds),
     ("migrate", "worker"): Ran(["migrate", "g3.0", *AT], ["--to", "w1"], succeeds),
     ("drain", "worker"): Ran(["drain", *AT], ["w2"], lambda done: "w2 drains" in done.out),
+    ("drain", "within_s"): Ran(["drain", "h1", *AT], ["--within", "30"], lambda done: "within 30 s" in done.out),
     ("scale", "workers"): Ran(["scale", *AT], ["--workers", "5"], lambda done: "5 workers" in done.out),
     ("scale", "host"): Ran(["scale", "--workers", "5", *AT], ["--host", "h7"], lambda done: "on h7" in done.out),
     ("checkpoint", "name"): Ran(["checkpoint", *AT], ["--name", "tuned"], lambda done: "tuned" in done.out),
