@@ -154,6 +154,28 @@ def test_it_may_be_parked_again(ends: Ends, model: Path) -> None:
     assert source.finish("r1") == alone(model, request)
 
 
+def test_it_may_be_carried_to_another_pool_which_outlives_the_first(
+    tmp_path: Path, transport: str, model: Path
+) -> None:
+    """As from a host that leaves. The bytes and their checksums stay those that the worker made."""
+    request = a_request()
+    with a_pool(tmp_path, 4, (transport,)) as other, a_plane(tmp_path, 1, (transport,)) as one:
+        worker = loaded(Worker(one, model), model)
+        with a_pool(tmp_path, 3, (transport,)) as pool:
+            started(worker, [request], 5)
+            parked = park(worker, pool, "r1")
+            assert other.let_in("r1", pool.end.identity.epoch, parked.snapshot_bytes).ok
+            carried = pool.obey(copy_out=pb.CopyOut(request_id="r1", target=peer_of(other.end)))
+            assert carried.ok, carried.error
+            assert (carried.tokens, carried.snapshot_bytes) == (parked.tokens, parked.snapshot_bytes)
+            assert other.obey(copy_in=pb.CopyIn(request_id="r1", version=1, locator=carried.locator)).ok
+            assert pool.obey(remove_request=pb.RemoveRequest(request_id="r1")).ok
+            until(lambda: drained(pool))
+        resume(other, worker, "r1", worker.tokens["r1"])
+        assert worker.finish("r1") == alone(model, request)
+        assert worker.engine.load().reprefilled_tokens == 0
+
+
 # Undone.
 
 

@@ -15,15 +15,14 @@ from tests.service import check_promises, configured, during, running, train, un
 
 
 async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: Path, tmp_path: Path) -> None:
-    config = configured(tiny_dense, window__size=2, host__notice_s=40.0, **LONG)
+    config = configured(tiny_dense, window__size=2, host__notice_s=0.5, **LONG)
     async with AsyncExitStack() as stack:
         handle = await stack.enter_async_context(running(config, processes=True))
         operator = await stack.enter_async_context(Operator(handle.address, handle.token))
         trainer = await stack.enter_async_context(dora.Trainer(handle.address, token=handle.token))
         asked = await stack.enter_async_context(agent(handle, "h1", tmp_path / "h1.log"))
         told = await stack.enter_async_context(agent(handle, "h2", tmp_path / "h2.log"))
-        brief = await stack.enter_async_context(agent(handle, "h3", tmp_path / "h3.log", "--notice-s", "0.1"))
-        await until(operator, are_ready(4))
+        await until(operator, are_ready(3))
         enough = asyncio.Event()
         training = asyncio.create_task(train(handle, trainer, steps=8, groups=GROUPS, enough=enough))
         await during(training, until(operator, lambda status: status.counters["groups_trained"] >= GROUPS))
@@ -41,14 +40,10 @@ async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: 
         await during(training, until(operator, lambda status: host(status, "h1").state == "drained"))
         assert await asyncio.wait_for(asked.wait(), 60) == 0
 
-        told.send_signal(signal.SIGUSR1)
-        await during(training, until(operator, lambda status: host(status, "h2").state == "drained"))
-        assert await asyncio.wait_for(told.wait(), 60) == 0
-
-        brief.send_signal(signal.SIGTERM)
-        gone = until(operator, lambda status: host(status, "h3").state in ("lost", "drained"))
+        told.send_signal(signal.SIGUSR1)  # half a second is not enough for what it holds, or just
+        gone = until(operator, lambda status: host(status, "h2").state in ("lost", "drained"))
         await during(training, gone)
-        assert await asyncio.wait_for(brief.wait(), 60) == 0
+        assert await asyncio.wait_for(told.wait(), 60) == 0
         enough.set()
         steps = await training
         status = await operator.status()
@@ -56,10 +51,6 @@ async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: 
     counters = status.counters
     assert counters["groups_trained"] == len(steps) * GROUPS
     assert counters["groups_lost"] == counters["c1_violations"] == 0
-    assert counters["hosts_noticed"] == 3
-    reasons = {name: host(status, name).reason for name in ("h1", "h2", "h3")}
-    assert reasons == {
-        "h1": "drained by an operator, 30 s",
-        "h2": "preempted by notice, 40 s",
-        "h3": "preempted by notice, 0.1 s",
-    }
+    assert counters["hosts_noticed"] == 2
+    reasons = {name: host(status, name).reason for name in ("h1", "h2")}
+    assert reasons == {"h1": "drained by an operator, 30 s", "h2": "preempted by notice, 0.5 s"}

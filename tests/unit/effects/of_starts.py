@@ -96,9 +96,7 @@ HOSTS: Final[dict[tuple[str, str], OptionRow]] = {
     ("host", "kv_host"): Shown("tests/e2e/test_hosts.py::test_requests_move_over_bad_links_or_stay"),
     ("host", "zone"): introduced(["--zone", "eu"], "in eu"),
     ("host", "probes"): Shown("tests/e2e/test_probes.py::test_probes_say_who_is_alive_and_who_serves"),
-    ("host", "notice_s"): Shown(
-        "tests/e2e/test_host_notice.py::test_hosts_leave_by_a_deadline_and_every_group_comes_once"
-    ),
+    ("host", "notice_s"): Shown("tests/e2e/test_probes.py::test_probes_say_who_is_alive_and_who_serves"),
     ("host", "rejoin_s"): Shown(JOINED + "test_a_host_that_cannot_serve_is_told_why"),
     ("host", "token"): Ran(HOST, TOKEN, lambda done: "hello" in done.said),
 }
