@@ -77,6 +77,17 @@ BENCHMARKS: Final = (
         (Figure("simulation of 1,024 workers, speed-up", "sim_speedup", ">= 1000", ",.0f"),),
     ),
     Benchmark(
+        "cluster",
+        "perf/cluster.py --json",
+        "--hours 0.1",
+        ("dora/core", "dora/lab/sim", "dora/lab/sim_engine"),
+        (
+            Figure("KV that leaves a machine within 30 s, at 10 GB/s", "notice.moved_share", ">= 0.95", ".1%"),
+            Figure("of that, computed again", "notice.moved_and_computed_again_gb", "<= 0", ".1f GB"),
+            Figure("step with a machine taken every 60 s, beside undisturbed", "spot.spot_over_owned", "<= 1.1", ".3f"),
+        ),
+    ),
+    Benchmark(
         "orchestrator",
         "perf/orchestrator.py --workers 128 1024 --json",
         "--workers 2 4 --requests 16 --seconds 1",

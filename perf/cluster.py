@@ -2,10 +2,10 @@
 
     python perf/cluster.py [--only notice spot] [--hours 2] [--json]
 
-notice: full engines of 200 GB of KV, and a 30 s notice for one machine after the other, on links of 10 GB/s. Counts what
-becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost at the deadline.
-spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a step,
-beside that of the same machines undisturbed, both bound by generation.
+notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after the other, on links of 10 GB/s. Counts
+what becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost.
+spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a
+step, of 24 machines, beside that of the same machines undisturbed. Generation is the bottleneck of both.
 The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
 """
 
