@@ -19,6 +19,7 @@ DEVICES = ("cpu", "cuda")
 OWN = {  # environments beside .venv: whether each sees all of .venv too, and modules that it then has
     "megatron": (True, ("dora", "megatron", "torch", "vllm")),
     "openenv": (False, ("openenv",)),
+    "ray": (True, ("dora", "ray")),
     "skyrl": (True, ("dora", "ray", "skyrl", "tensordict")),
     "tinker": (False, ("tinker",)),
     "trl": (True, ("dora", "datasets", "peft", "torch", "transformers", "trl")),

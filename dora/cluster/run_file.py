@@ -17,9 +17,14 @@ class RunFile:
     table: dict[str, Any] = field(default_factory=dict)
 
 
-def read_run_file(path: Path) -> RunFile:
-    """Raises InvalidValue for a file that the service would refuse, or without exactly one scheduler's table."""
+def read_run_file(path: Path, scheduler: str = "") -> RunFile:
+    """Reads the table of ``scheduler``, which may lack. Without one, the file has exactly one scheduler's table.
+
+    Raises InvalidValue otherwise, and for a file that the service would refuse.
+    """
     tree = settings_tree(path, (), "--file")
+    if scheduler and isinstance(table := tree.get(scheduler, {}), dict):
+        return RunFile(path, load_config(path), scheduler, table)
     known = sorted(schedulers())
     tables = [name for name in known if name in tree]
     if len(tables) != 1 or not isinstance(tree[tables[0]], dict):

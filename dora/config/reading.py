@@ -11,6 +11,7 @@ from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 
 SLURM: Final = "slurm"
+RAY: Final = "ray"
 CLUSTERS: Final = "dora.clusters"  # entry points of further schedulers
 
 Setting = str | int | float | bool
@@ -42,7 +43,7 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
 
 def schedulers() -> set[str]:
     """Returns the names of the tables that `dora cluster` reads in the same file."""
-    return {SLURM, *(each.name for each in entry_points(group=CLUSTERS))}
+    return {SLURM, RAY, *(each.name for each in entry_points(group=CLUSTERS))}
 
 
 def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:

@@ -24,20 +24,22 @@ FOLLOW = "dora cluster follow --file run.toml --address node7:7070 --token-file 
 FOLLOWED_S = 10.0
 
 FileOption = Annotated[
-    Path, typer.Option("--file", metavar="FILE", help="The run's configuration, with a table \\[slurm].")
+    Path, typer.Option("--file", metavar="FILE", help="The run's configuration, with a table \\[slurm] or \\[ray].")
 ]
+RayOption = Annotated[bool, typer.Option("--ray", help="On Ray, whatever tables the file has.")]
 
 
 def up(
     file: FileOption = Path("run.toml"),
     hosts: Annotated[
-        int | None, typer.Option(min=0, max=4096, metavar="N", help="Host jobs; default: slurm.hosts.")
+        int | None, typer.Option(min=0, max=4096, metavar="N", help="Host jobs; default: the table's hosts.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts and submit nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False,
+    on_ray: RayOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit the service and its hosts. An earlier run's state in the same folder is carried on."""
-    cluster = _cluster(file)
+    """Start the service and its hosts as jobs. An earlier run's state in the same folder is carried on."""
+    cluster = _cluster(file, on_ray)
     if dry_run:
         for name, text in cluster.planned().items():
             typer.echo(f"# {name}\n{text}")
@@ -45,28 +47,30 @@ def up(
     _shown(cluster.up(hosts), as_json)
 
 
-def status(file: FileOption = Path("run.toml"), as_json: JsonOption = False) -> None:
+def status(file: FileOption = Path("run.toml"), on_ray: RayOption = False, as_json: JsonOption = False) -> None:
     """List the jobs of the run. `dora hosts` shows the hosts that have joined."""
-    _shown(_cluster(file).jobs(), as_json)
+    _shown(_cluster(file, on_ray).jobs(), as_json)
 
 
 def scale(
     hosts: Annotated[int, typer.Argument(min=0, max=4096, metavar="HOSTS", help="Host jobs.")],
     file: FileOption = Path("run.toml"),
+    on_ray: RayOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit further hosts, or release some: their requests move, then their jobs end."""
-    _shown(_cluster(file).want(hosts), as_json)
+    """Start further hosts, or release some: their requests move, then their jobs end."""
+    _shown(_cluster(file, on_ray).want(hosts), as_json)
 
 
-def down(file: FileOption = Path("run.toml")) -> None:
+def down(file: FileOption = Path("run.toml"), on_ray: RayOption = False) -> None:
     """End all jobs of the run, at once where they have not begun. Its state stays for the next `dora cluster up`."""
-    killed = _cluster(file).down()
+    killed = _cluster(file, on_ray).down()
     say("dora: the run has no jobs" + (f"; killed: {', '.join(killed)}" if killed else ""))
 
 
 def follow(
     file: FileOption = Path("run.toml"),
+    ray: RayOption = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     once: Annotated[bool, typer.Option("--once", help="Look once, then end.")] = False,
@@ -77,7 +81,7 @@ def follow(
     from dora.cluster.following import follow as carry_out
     from dora.rpc.errors import ServiceUnavailable
 
-    cluster = _cluster(file)
+    cluster = _cluster(file, ray)
     while True:
         try:
             for line in carry_out(cluster, ask(address, token, lambda operator: operator.status()).fleet_advice):
@@ -90,11 +94,12 @@ def follow(
         time.sleep(FOLLOWED_S)
 
 
-def _cluster(file: Path) -> "Cluster":
+def _cluster(file: Path, on_ray: bool) -> "Cluster":
     from dora.cluster.adapters import cluster_of
     from dora.cluster.run_file import read_run_file
+    from dora.config.reading import RAY
 
-    return cluster_of(read_run_file(file))
+    return cluster_of(read_run_file(file, RAY if on_ray else ""))
 
 
 def _shown(jobs: "Iterable[Job]", as_json: bool) -> None:

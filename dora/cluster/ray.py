@@ -1,0 +1,212 @@
+"""Ray: a placement group for the service and one for each host, each with a small actor (``ray_part.py``).
+
+A group has one bundle, so each host comes and goes alone: its group waits until a node has room, and moves if its node
+dies. Ray is imported when a run is started or asked for: the service knows none of it.
+
+    FOLDER/token             the owner's, where ``up`` was called
+    FOLDER/run.toml, state/  on the service's node
+"""
+
+import hashlib
+import itertools
+import secrets
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Final, Self
+
+from pydantic import Field
+
+from dora.cluster.adapter import Job
+from dora.cluster.ray_order import HOST, SERVICE, Order, State, command_of
+from dora.cluster.run_file import RunFile, read_run_file
+from dora.config.reading import RAY
+from dora.config.section import Section
+from dora.data.validation import validated_as
+from dora.errors import MISSING, InvalidValue
+from dora.release import __version__
+from dora.rpc.roles import Role, TokenGeneration
+from dora.system.files import replace_durably
+
+DRAIN_S: Final = 90.0  # a host drains for at most a minute
+POLL_S: Final = 0.5
+HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone
+
+
+class RayTable(Section):
+    folder: str = Field("dora-run", min_length=1, description="token and state; shared, if the service is to move")
+    hosts: int = Field(1, ge=0, le=4096, description="at the start")
+    cpus: float = Field(1, ge=0, le=4096, description="of a node, for a host")
+    gpus: int = Field(0, ge=0, le=64, description="of a node, for a host; 0: its workers run on CPUs")
+    workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
+    service: dict[str, float] = Field({HEAD: 0.001}, description="Ray's resources for the service")
+    port: int = Field(7070, ge=1, le=65535, description="of the service, on its node")
+    address: str = Field("auto", description="of the Ray cluster")
+
+
+class Cluster:
+    """A run on Ray: from a script of one's own, or as the adapter of `dora cluster`.
+
+        with dora.ray.Cluster("run.toml", hosts=3) as cluster:
+            with dora.sync.Trainer(cluster.address, token=cluster.token) as trainer:
+                ...
+
+    The block begins once the service listens. When it ends, all that was started ends; the state stays. Without
+    ``hosts`` the file says how many. A ``detached`` run lives on without the process that started it.
+    """
+
+    def __init__(self, run: RunFile | str | Path, hosts: int | None = None, *, detached: bool = False) -> None:
+        """Raises InvalidValue for a wrong file."""
+        self._file = run if isinstance(run, RunFile) else read_run_file(Path(run), RAY)
+        self._table = validated_as(RayTable, self._file.table, RAY)
+        self._check_ranks()
+        self._wanted = self._table.hosts if hosts is None else hosts
+        self._folder = Path(self._table.folder).absolute()
+        self._run = f"dora-{hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()}"
+        self._lifetime = "detached" if detached else None
+        self._actors: list[Any] = []  # Ray ends those that are not detached once nothing refers to them
+
+    def __enter__(self) -> Self:
+        self.up(self._wanted)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    @property
+    def address(self) -> str:
+        """The service's address, which changes if it moves. Raises InvalidValue while there is none."""
+        machine = next((job.machine for job in self.jobs() if job.part == SERVICE), "")
+        if not machine:
+            raise InvalidValue("address", MISSING, "of a service that runs: see `dora cluster status`")
+        return machine
+
+    @property
+    def token(self) -> str:
+        """The owner's token."""
+        return (self._folder / "token").read_text(encoding="utf-8").strip()
+
+    def planned(self) -> Mapping[str, str]:
+        address, found = f"NODE:{self._table.port}", {}
+        for title, name in ((SERVICE, SERVICE), (f"{HOST}, {self._wanted} times", "h0")):
+            command = shlex.join(("dora", *command_of(self._order(name, ""), address)))
+            found[title] = f"# a placement group of {self._bundle(name)}, and an actor that runs\n{command}\n"
+        return found
+
+    def up(self, hosts: int | None) -> list[Job]:
+        if running := self.jobs():
+            raise InvalidValue("--file", str(self._file.path), "a run without jobs", why=f"has job {running[0].name}")
+        names = [SERVICE, *(f"h{number}" for number in range(self._wanted if hosts is None else hosts))]
+        for name in names[:2]:
+            if self._ray.lacks_room(self._bundle(name)):
+                setting, allowed = "ray.service" if name == SERVICE else "ray", "resources that a node of Ray's has"
+                raise InvalidValue(setting, self._bundle(name), f"{allowed}: `ray status` shows them")
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (self._folder / "token").exists():
+                replace_durably(self._folder / "token", secrets.token_hex(32))
+        except OSError as error:
+            raise InvalidValue("ray.folder", str(self._folder), f"a folder to write in ({error.strerror})") from error
+        try:
+            for name in names:
+                self._start(name)
+            while any(job.state == State.STARTING for job in self._accepted()):
+                time.sleep(POLL_S)
+        except BaseException:  # also Ctrl-C
+            for name in names:
+                self._ray.remove(self._run, name)
+            raise
+        return self.jobs()
+
+    def jobs(self) -> list[Job]:
+        return sorted(self._ray.reports(self._run), key=lambda job: (job.part == HOST, len(job.name), job.name))
+
+    def want(self, hosts: int) -> list[Job]:
+        jobs = self.jobs()
+        present = [job for job in jobs if job.part == HOST and job.state not in (State.RELEASED, State.ENDED)]
+        free = (name for number in itertools.count() if (name := f"h{number}") not in {job.name for job in jobs})
+        for _ in range(hosts - len(present)):
+            self._start(next(free))
+        by_worth = sorted(present, key=lambda job: (job.state != State.PENDING, -int(job.name[1:])))
+        for job in by_worth[: max(0, len(present) - hosts)]:
+            self._release(job)
+        return self.jobs()
+
+    def release(self, host: str) -> None:
+        job = next((job for job in self.jobs() if job.name == host and job.part == HOST), None)
+        if job is None:
+            raise InvalidValue("host", host, "the name of a host's job, as `dora cluster status` lists it")
+        self._release(job)
+
+    def down(self) -> list[str]:
+        ends_s = time.monotonic() + DRAIN_S
+        while (left := self.jobs()) and time.monotonic() < ends_s:
+            for job in left:
+                self._release(job)
+            time.sleep(POLL_S)
+        for job in left:
+            self._ray.remove(self._run, job.name)
+        return [job.name for job in left]
+
+    # ------------------------------------------------------------------------------------------------------------ own
+
+    @property
+    def _ray(self) -> ModuleType:
+        """Ray's calls, of a process that is connected. Raises InvalidValue if Ray is not installed or does not run."""
+        try:
+            from dora.cluster import ray_calls
+        except ModuleNotFoundError as error:
+            allowed = "installed here and on all nodes: pip install 'dora-rollout[ray]'"
+            raise InvalidValue("ray", MISSING, allowed) from error
+        ray_calls.connect(self._table.address)
+        return ray_calls
+
+    def _accepted(self) -> list[Job]:
+        """Returns the jobs. Raises InvalidValue if one is refused."""
+        for job in (found := self.jobs()):
+            if job.state == State.REFUSED:
+                raise InvalidValue(job.name, job.machine or "?", "", said=f"{job.name} was refused: {job.reason}")
+        return found
+
+    def _release(self, job: Job) -> None:
+        """Lets a part drain, and removes one that has nothing to drain."""
+        if job.state in (State.PENDING, State.SILENT, State.ENDED, State.REFUSED):
+            self._ray.remove(self._run, job.name)
+        elif job.state != State.RELEASED:
+            self._ray.release(self._run, job.name)
+
+    def _start(self, name: str) -> None:
+        token = self.token if name == SERVICE else TokenGeneration.following(self.token).of[Role.HOST]
+        from dora.cluster.ray_part import start
+
+        self._actors.append(start(self._order(name, token), self._bundle(name), self._lifetime))
+
+    def _bundle(self, name: str) -> dict[str, float]:
+        needs = self._table.service if name == SERVICE else {"CPU": self._table.cpus, "GPU": self._table.gpus}
+        return {resource: amount for resource, amount in needs.items() if amount}
+
+    def _order(self, name: str, token: str) -> Order:
+        table = self._table
+        return Order(
+            name,
+            self._run,
+            __version__,
+            token,
+            table.workers,
+            table.gpus,
+            table.port,
+            str(self._folder),
+            str(Path.cwd()),
+            self._file.path.read_text(encoding="utf-8"),
+        )
+
+    def _check_ranks(self) -> None:
+        """Raises InvalidValue if a host's GPUs cannot hold an engine."""
+        gpus, ranks = self._table.gpus, self._file.config.workers.ranks
+        if 0 < gpus < ranks:
+            allowed = f"at least {ranks}, or fewer ranks (workers.tensor_parallel, workers.pipeline_parallel)"
+            raise InvalidValue("ray.gpus", gpus, allowed, why="is not enough for an engine, whose ranks share one host")
