@@ -74,6 +74,11 @@ class Ray:
         """Gives notice of a node's end."""
         self._call("drain", node, within_s)
 
+    def where(self) -> dict[str, str]:
+        """Returns the node of each part of the runs."""
+        found: dict[str, str] = self._call("where")
+        return found
+
     def left(self) -> list[str]:
         """Returns the names of actors and placement groups."""
         found: list[str] = self._call("left")
@@ -112,11 +117,19 @@ def main(folder: str) -> None:
         accepted, why = gcs.drain_node(node, 2, "preempted", int((time.time() + within_s) * 1000))
         assert accepted, why
 
+    def where() -> dict[str, str]:
+        table = ray.util.placement_group_table().values()
+        return {
+            each["name"].rpartition("-")[2]: each["bundles_to_node_id"][0]
+            for each in table
+            if each["state"] == "CREATED"
+        }
+
     def left() -> list[str]:
         groups = [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
         return [*(each["name"] for each in ray.util.list_named_actors(all_namespaces=True)), *groups]
 
-    calls = {"add": add, "drain": drain, "left": left}
+    calls = {"add": add, "drain": drain, "where": where, "left": left}
     calls["lose"] = lambda node: cluster.remove_node(nodes.pop(node), allow_graceful=False)
     print(json.dumps(cluster.address), file=answers, flush=True)
     for line in sys.stdin:

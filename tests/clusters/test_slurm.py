@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 
-import dora
-from dora.client import Operator
-from dora.data.trajectory import TrajectoryGroup
-from dora.errors import DoraError
+from tests.clusters.runs import Run
 from tests.clusters.slurm import Slurm, is_there, with_marks
-from tests.prometheus.server import free_address
 
-STEPS, GROUPS = 4, 3
 pytestmark = pytest.mark.xdist_group("slurm")
 
 
@@ -30,150 +25,56 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
         yield started
 
 
-class Run:
-    """A run on Slurm, by the commands that its user would type."""
-
-    def __init__(self, slurm: Slurm, folder: Path, model: Path, engine: str = "fake", **table: Any) -> None:
-        self.slurm, self.file, self.shared = slurm, folder / "run.toml", folder / "shared"
-        self.record = folder / "record"
-        address = free_address()
-        self.address = address
-        values = {
-            "folder": str(self.shared),
-            "hosts": 1,
-            "workers": 1,
-            "port": int(address.rpartition(":")[2]),
-            "address": "127.0.0.1",
-            "dora": f"{Path(sys.executable).with_name('dora')}",
-            **table,
-        }
-        lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
-        self.file.write_text(f"""
-            model = "{model}"
-            prompts = "tiny"
-            record = "{self.record if engine == "vllm" else ""}"
-            [window]
-            size = 2
-            [rollout]
-            group_size = 4
-            max_tokens = 600
-            ignore_eos = true
-            [workers]
-            engine = "{engine}"
-            count = 1
-            slots = 8
-            kv_tokens = 16384
-            max_model_len_tokens = 2048
-            [kv]
-            pool_mb = 0
-            [slurm]
-            {lines}
-        """)
-
-    def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.called("cluster", *arguments)
-
-    def called(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dora", *arguments]
-        return subprocess.run(command, env=self.slurm.environment, capture_output=True, text=True, check=False)
-
-    def jobs(self, part: str) -> list[dict[str, str]]:
-        found = json.loads(self.dora("status", "--file", str(self.file), "--json").stdout)
-        return [job for job in found if job["part"] == part]
-
-    async def until_hosts(self, *names: str) -> None:
-        """Returns once exactly these hosts, beside the service's own, are ready."""
-        token = (self.shared / "token").read_text()
-        async with asyncio.timeout(150):
-            while True:
-                try:
-                    async with Operator(self.address, token) as operator:
-                        found = (await operator.status()).hosts
-                    if {each.name for each in found if each.workers_ready} == {"local", *names}:
-                        return
-                except DoraError:
-                    pass
-                await asyncio.sleep(0.5)
+def run_on(slurm: Slurm, folder: Path, model: Path, **table: Any) -> Run:
+    dora = f"{Path(sys.executable).with_name('dora')}"
+    return Run("slurm", sys.executable, slurm.environment, folder, model, address="127.0.0.1", dora=dora, **table)
 
 
-@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=pytest.mark.full)])
-async def test_a_run_outlives_what_slurm_does_to_it(
-    slurm: Slurm, tmp_path: Path, tiny_dense: Path, engine: str
-) -> None:
+async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
     """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left."""
-    run = Run(slurm, tmp_path, tiny_dense, engine)
-    file = ("--file", str(run.file))
-    done = run.dora("up", *file, "--hosts", "2", "--json")
+    run = run_on(slurm, tmp_path, tiny_dense)
+    done = run.dora("up", "--hosts", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert sorted(job["part"] for job in json.loads(done.stdout)) == ["host", "host", "service"]
     first, second = (job["name"] for job in run.jobs("host"))
     await run.until_hosts(f"h{first}", f"h{second}")
     machines = {job["name"]: job["machine"] for job in run.jobs("host")}
 
-    def happens(step: int) -> None:
-        if step == 0:  # a job of more rank takes the first host's node for a while
-            node = f"--nodelist={machines[first]}"
-            slurm.call("sbatch", "--partition=high", node, "--output=/dev/null", "--wrap=sleep 1")
-        elif step == 1:
-            slurm.lose_node(machines[second], second)
-        elif step == 2:
-            slurm.call("scontrol", "requeue", run.jobs("service")[0]["name"])
+    async def preempted() -> None:  # a job of more rank takes the first host's node for a while
+        node = f"--nodelist={machines[first]}"
+        slurm.call("sbatch", "--partition=high", node, "--output=/dev/null", "--wrap=sleep 1")
 
-    steps: list[list[TrajectoryGroup]] = []
-    async with dora.Trainer(run.address, token=(run.shared / "token").read_text(), connect_s=200.0) as trainer:
-        async for step in trainer.steps(groups=GROUPS):
-            steps.append([group async for group in step])
-            await asyncio.to_thread(happens, len(steps) - 1)
-            await step.commit(weights=tiny_dense, wait=True)
-            if len(steps) == STEPS:
-                break
-    names = [group.group_id for step in steps for group in step]
-    assert len(set(names)) == STEPS * GROUPS
-    for taken in steps:
-        assert all(set(group.staleness.tolist()) <= {0, 1} and len(set(group.versions)) == 1 for group in taken)
+    async def lost() -> None:
+        await asyncio.to_thread(slurm.lose_node, machines[second], second)
+
+    async def requeued() -> None:
+        slurm.call("scontrol", "requeue", run.jobs("service")[0]["name"])
+
+    await run.trained(tiny_dense, [preempted, lost, requeued])
     await run.until_hosts(f"h{first}")
     async with asyncio.timeout(90):  # Slurm sees that the node is down, and requeues its job
         waits = {first: "running", second: "pending"}
         while {job["name"]: job["state"] for job in run.jobs("host")} != waits:  # noqa: ASYNC110  nobody tells when
             await asyncio.sleep(0.5)
-    scaled = json.loads(run.dora("scale", "1", *file, "--json").stdout)
+    scaled = json.loads(run.dora("scale", "1", "--json").stdout)
     assert {job["part"] for job in scaled} == {"service", "host"}, "hosts beyond the number are released"
     assert [job["name"] for job in run.jobs("host")] == [first], "one that does not run is released first"
-    assert run.dora("scale", "0", *file).returncode == 0
+    assert run.dora("scale", "0").returncode == 0
     await run.until_hosts()
-    ended = run.dora("down", *file)
+    ended = run.dora("down")
     assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
     assert run.jobs("service") == run.jobs("host") == []
     assert with_marks([f"{run.shared}"]) == []
-    if engine == "vllm":
-        verified = run.called("verify", str(run.record))
-        assert verified.returncode == 0, verified.stdout
-
-
-async def test_a_host_is_asked_for_as_the_service_advises(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
-    """The service's job follows its advice; so can anybody who has its token."""
-    run = Run(slurm, tmp_path, tiny_dense)
-    run.file.write_text(run.file.read_text() + '[cluster]\nautoscale = "act"\nhosts_min = 1\n')
-    file = ("--file", str(run.file))
-    assert run.dora("up", *file, "--hosts", "0").returncode == 0
-    async with asyncio.timeout(120):
-        while not (hosts := run.jobs("host")):  # noqa: ASYNC110  nobody tells when
-            await asyncio.sleep(0.5)
-    await run.until_hosts(f"h{hosts[0]['name']}")
-    reach = ("--address", run.address, "--token-file", str(run.shared / "token"))
-    again = run.dora("follow", *file, *reach, "--once")
-    assert again.returncode == 0 and not again.stderr, "there are as many as are advised"
-    assert run.dora("down", *file).returncode == 0 and with_marks([f"{run.shared}"]) == []
 
 
 def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
-    run = Run(slurm, tmp_path, tiny_dense, host=["--partition=nowhere"])
-    done = run.dora("up", "--file", str(run.file))
+    run = run_on(slurm, tmp_path, tiny_dense, host=["--partition=nowhere"])
+    done = run.dora("up")
     assert done.returncode == 2 and "slurm.host" in done.stderr and "nowhere" not in done.stdout
-    assert json.loads(run.dora("status", "--file", str(run.file), "--json").stdout) == []
+    assert run.jobs() == []
     assert len(done.stderr.splitlines()) == 1 and run.jobs("service") == run.jobs("host") == []
     run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
-    unusable = run.dora("up", "--file", str(run.file))
+    unusable = run.dora("up")
     assert unusable.returncode == 2 and "slurm.folder" in unusable.stderr
 
 

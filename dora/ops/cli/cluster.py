@@ -70,7 +70,7 @@ def down(file: FileOption = Path("run.toml"), on_ray: RayOption = False) -> None
 
 def follow(
     file: FileOption = Path("run.toml"),
-    ray: RayOption = False,
+    on_ray: RayOption = False,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     once: Annotated[bool, typer.Option("--once", help="Look once, then end.")] = False,
@@ -81,7 +81,7 @@ def follow(
     from dora.cluster.following import follow as carry_out
     from dora.rpc.errors import ServiceUnavailable
 
-    cluster = _cluster(file, ray)
+    cluster = _cluster(file, on_ray)
     while True:
         try:
             for line in carry_out(cluster, ask(address, token, lambda operator: operator.status()).fleet_advice):

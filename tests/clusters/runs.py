@@ -1,0 +1,102 @@
+"""A run on a cluster, by the commands that its user would type."""
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dora
+from dora.client import Operator
+from dora.data.trajectory import TrajectoryGroup
+from dora.errors import DoraError
+from tests.prometheus.server import free_address
+
+GROUPS = 3  # of a step
+
+
+class Run:
+    """``shared``: its folder. Each command runs with ``python`` in ``environment``."""
+
+    def __init__(
+        self,
+        scheduler: str,
+        python: str | Path,
+        environment: Mapping[str, str],
+        folder: Path,
+        model: Path,
+        **table: Any,
+    ) -> None:
+        self.file, self.shared, self.address = folder / "run.toml", folder / "shared", free_address()
+        self._python, self._environment = python, environment
+        port = int(self.address.rpartition(":")[2])
+        values = {"folder": str(self.shared), "hosts": 1, "workers": 1, "port": port, **table}
+        lines = "\n".join(f"{name} = {toml_of(value)}" for name, value in values.items())
+        self.file.write_text(f"""
+            model = "{model}"
+            prompts = "tiny"
+            [window]
+            size = 2
+            [rollout]
+            group_size = 4
+            max_tokens = 600
+            ignore_eos = true
+            [workers]
+            engine = "fake"
+            count = 1
+            slots = 8
+            kv_tokens = 16384
+            max_model_len_tokens = 2048
+            [kv]
+            pool_mb = 0
+            [{scheduler}]
+            {lines}
+        """)
+
+    def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [self._python, "-m", "dora", "cluster", *arguments, "--file", str(self.file)]
+        return subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+
+    def jobs(self, part: str = "") -> list[dict[str, str]]:
+        found = json.loads(self.dora("status", "--json").stdout)
+        return [job for job in found if part in ("", job["part"])]
+
+    async def until_hosts(self, *names: str) -> None:
+        """Returns once exactly these hosts, beside the service's own, are ready."""
+        token = (self.shared / "token").read_text()
+        async with asyncio.timeout(150):
+            while True:
+                try:
+                    async with Operator(self.address, token) as operator:
+                        found = (await operator.status()).hosts
+                    if {each.name for each in found if each.workers_ready} == {"local", *names}:
+                        return
+                except DoraError:
+                    pass
+                await asyncio.sleep(0.5)
+
+    async def trained(self, model: Path, happenings: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Trains a step for each happening, which comes before the step's commit, and one more. Checks that each group
+        came once and is of one version within the window.
+        """
+        taken: list[TrajectoryGroup] = []
+        async with dora.Trainer(self.address, token=(self.shared / "token").read_text(), connect_s=200.0) as trainer:
+            left = list(happenings)
+            async for step in trainer.steps(groups=GROUPS):
+                taken += [group async for group in step]
+                is_last = not left
+                if left:
+                    await left.pop(0)()
+                await step.commit(weights=model, wait=True)
+                if is_last:
+                    break
+        assert len({group.group_id for group in taken}) == len(taken) == GROUPS * (len(happenings) + 1)
+        for group in taken:
+            assert set(group.staleness.tolist()) <= {0, 1} and len(set(group.versions)) == 1
+
+
+def toml_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{name}" = {toml_of(each)}' for name, each in value.items()) + "}"
+    return json.dumps(value)

@@ -1,0 +1,208 @@
+"""``dora cluster`` and ``dora.ray`` on a real Ray: drained and lost nodes, a service that moves, hosts that come and go."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dora
+from dora.cluster.ray import Cluster
+from dora.errors import InvalidValue
+from tests.clusters.ray_nodes import Ray
+from tests.clusters.runs import Run
+from tests.clusters.slurm import with_marks
+from tests.refusals import refused
+from tests.snippets import snippet
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Ray]:
+    with Ray() as started:
+        yield started
+
+
+def run_on(ray: Ray, folder: Path, model: Path, **table: Any) -> Run:
+    return Run("ray", ray.python, ray.environment, folder, model, **table)
+
+
+def check_nothing_is_left(ray: Ray, run: Run) -> None:
+    assert ray.left() == []
+    assert with_marks([f"{run.shared}", run.address]) == []
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.full)])
+async def test_a_run_outlives_what_ray_does_to_it(rounds: int, ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    """Each group comes once, whichever node is drained or dies; then nothing is left."""
+    nodes = {ray.add(), ray.add()}
+    run = run_on(ray, tmp_path, tiny_dense)
+    done = run.dora("up", "--hosts", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [job["name"] for job in json.loads(done.stdout)] == ["service", "h0", "h1"]
+    await run.until_hosts("h0", "h1")
+
+    def replaced(node: str) -> None:
+        ray.lose(node)
+        nodes.remove(node)
+        nodes.add(ray.add())
+
+    async def drained() -> None:
+        node = ray.where()["h0"]
+        ray.drain(node, 30.0)
+        await run.until_hosts("h1")
+        (job,) = (job for job in run.jobs() if job["name"] == "h0")
+        assert job["state"] == "draining" and job["reason"].startswith("its node goes in 2")
+        await asyncio.to_thread(replaced, node)
+        await run.until_hosts("h0", "h1")
+
+    async def killed() -> None:
+        await asyncio.to_thread(replaced, ray.where()["h1"])
+        await run.until_hosts("h0", "h1")
+
+    await run.trained(tiny_dense, [drained, killed] * rounds)
+    more = json.loads(run.dora("scale", "3", "--json").stdout)
+    assert [job["name"] for job in more] == ["service", "h0", "h1", "h2"]
+    assert more[-1]["state"] == "pending" and "no node has room" in more[-1]["reason"]
+    nodes.add(ray.add())
+    await run.until_hosts("h0", "h1", "h2")
+    assert run.dora("scale", "1").returncode == 0
+    await run.until_hosts("h0")
+    ended = run.dora("down")
+    assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
+    assert run.jobs() == []
+    check_nothing_is_left(ray, run)
+    for node in nodes:
+        ray.lose(node)
+
+
+@pytest.mark.full
+async def test_the_service_moves_with_its_state(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    """Its node dies, and the hosts find it elsewhere."""
+    nodes = {ray.add(), ray.add()}
+    run = run_on(ray, tmp_path, tiny_dense, service={"CPU": 1})
+    assert run.dora("up").returncode == 0
+    await run.until_hosts("h0")
+
+    async def lost() -> None:
+        node = ray.where()["service"]
+        nodes.add(await asyncio.to_thread(ray.add))
+        await asyncio.to_thread(ray.lose, node)
+        nodes.remove(node)
+
+    await run.trained(tiny_dense, [lost])
+    await run.until_hosts("h0")
+    assert run.dora("down").returncode == 0
+    check_nothing_is_left(ray, run)
+    for node in nodes:
+        ray.lose(node)
+
+
+def _other_release(folder: Path) -> None:
+    for each in Path(dora.__file__).parent.iterdir():
+        (folder / "dora" / each.name).symlink_to(each)
+    (folder / "dora" / "release.py").unlink()
+    (folder / "dora" / "release.py").write_text('__version__ = "0.0.1"\n')
+
+
+def _without_dora(folder: Path) -> None:
+    (folder / "dora" / "__init__.py").touch()
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "said"),
+    [
+        (_other_release, 0, f"h0 was refused: version = '0.0.1' is not valid: it must be {dora.__version__}"),
+        (_without_dora, 0, "h0 was refused: ModuleNotFoundError: No module named 'dora.cluster'"),
+        (None, 64, "h0 was refused: ray.gpus = 64 is not valid: it must be at most"),
+    ],
+)
+def test_a_node_that_cannot_be_a_host_is_named_and_nothing_stays(
+    installed: Callable[[Path], None] | None, gpus: int, said: str, ray: Ray, tmp_path: Path, tiny_dense: Path
+) -> None:
+    variables = {}
+    if installed is not None:
+        (tmp_path / "site" / "dora").mkdir(parents=True)
+        installed(tmp_path / "site")
+        variables = {"PYTHONPATH": f"{tmp_path}/site"}
+    node = ray.add(variables, num_gpus=gpus)
+    run = run_on(ray, tmp_path, tiny_dense, gpus=gpus)
+    done = run.dora("up")
+    ray.lose(node)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    check_nothing_is_left(ray, run)
+
+
+def test_what_no_node_has_is_said_and_nothing_stays(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    run = run_on(ray, tmp_path, tiny_dense, gpus=8)
+    done = run.dora("up")
+    assert done.returncode == 2 and "{'CPU': 1.0, 'GPU': 8}" in done.stderr and "ray status" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    run = run_on(ray, tmp_path, tiny_dense, hosts=0, folder="/proc/no")
+    done = run.dora("up")
+    assert done.returncode == 2 and "ray.folder = '/proc/no'" in done.stderr
+    assert ray.left() == []
+
+
+def test_without_ray_one_line_says_what_to_do(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{tiny_dense}"\n[slurm]\nfolder = "x"\n')
+    command = ["-m", "dora", "cluster", "up", "--ray", "--file", str(file)]
+    for python, variables, named in (
+        (sys.executable, {}, "ray is missing: it must be installed here and on all nodes: pip install"),
+        (ray.python, {"RAY_ADDRESS": "127.0.0.1:1"}, "ray.address = '127.0.0.1:1' is not valid: it must be HOST:PORT"),
+    ):
+        environment = {**os.environ, **variables}
+        done = subprocess.run([python, *command], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_what_would_be_started_is_printed_without_ray(tmp_path: Path, tiny_dense: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{tiny_dense}"\n[ray]\nfolder = "{tmp_path}/a b"\nhosts = 3\ngpus = 8\nworkers = 4\n')
+    command = [sys.executable, "-m", "dora", "cluster", "up", "--dry-run", "--file", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    service, host = printed.split("# host, 3 times\n")
+    assert f"--state '{tmp_path}/a b/state' --listen NODE:7070" in service and "{'CPU': 1.0, 'GPU': 8}" in host
+    assert "dora host --join NODE:7070 --name h0 --device cuda --rejoin-s 30 --workers 4\n" in host
+    assert not (tmp_path / "a b").exists()
+
+
+def test_an_engine_over_several_hosts_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[workers]\ntensor_parallel = 8\npipeline_parallel = 2\n[ray]\ngpus = 8\n")
+    with refused(InvalidValue, field="ray.gpus", value=8, names=("at least 16", "tensor_parallel", "share one host")):
+        Cluster(file)
+
+
+def test_a_script_starts_and_ends_a_run(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    """As it is printed in docs/hosts.md."""
+    nodes = [ray.add(), ray.add()]
+    run = run_on(ray, tmp_path, tiny_dense)
+    printed = snippet("docs/hosts.md", "dora.ray.Cluster")
+    (tmp_path / "script.py").write_text(
+        "taken = []\n"
+        f"def train(step): taken.extend(step); return {str(tiny_dense)!r}\n"
+        f"{printed}\n"
+        "print(len({group.group_id for group in taken}))\n"
+    )
+    assert "dora.ray.Cluster" in printed
+    script = [ray.python, "script.py"]
+    done = subprocess.run(script, cwd=tmp_path, env=ray.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    check_nothing_is_left(ray, run)
+    for node in nodes:
+        ray.lose(node)
