@@ -38,7 +38,7 @@ HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone
 class RayTable(Section):
     folder: str = Field("dora-run", min_length=1, description="token and state; shared, if the service is to move")
     hosts: int = Field(1, ge=0, le=4096, description="at the start")
-    cpus: float = Field(1, ge=0, le=4096, description="of a node, for a host")
+    cpus: float = Field(1.0, ge=0, le=4096, description="of a node, for a host")
     gpus: int = Field(0, ge=0, le=64, description="of a node, for a host; 0: its workers run on CPUs")
     workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
     service: dict[str, float] = Field({HEAD: 0.001}, description="Ray's resources for the service")
@@ -197,7 +197,7 @@ class Cluster:
             __version__,
             token,
             table.workers,
-            table.gpus,
+            0 if name == SERVICE else table.gpus,
             table.port,
             str(self._folder),
             str(Path.cwd()),

@@ -24,11 +24,11 @@ class Run:
         scheduler: str,
         python: str | Path,
         environment: Mapping[str, str],
-        folder: Path,
+        at: Path,
         model: Path,
         **table: Any,
     ) -> None:
-        self.file, self.shared, self.address = folder / "run.toml", folder / "shared", free_address()
+        self.file, self.shared, self.address = at / "run.toml", at / "shared", free_address()
         self._python, self._environment = python, environment
         port = int(self.address.rpartition(":")[2])
         values = {"folder": str(self.shared), "hosts": 1, "workers": 1, "port": port, **table}
@@ -56,7 +56,9 @@ class Run:
 
     def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [self._python, "-m", "dora", "cluster", *arguments, "--file", str(self.file)]
-        return subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, cwd=self.file.parent, env=self._environment, capture_output=True, text=True, check=False
+        )
 
     def jobs(self, part: str = "") -> list[dict[str, str]]:
         found = json.loads(self.dora("status", "--json").stdout)

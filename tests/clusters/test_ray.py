@@ -1,4 +1,4 @@
-"""``dora cluster`` and ``dora.ray`` on a real Ray: drained and lost nodes, a service that moves, hosts that come and go."""
+"""``dora cluster`` and ``dora.ray`` on a real Ray: drained and lost nodes, a service that moves, hosts come and go."""
 
 import asyncio
 import json
@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import dora
-from dora.cluster.ray import Cluster
+from dora.cluster.ray import Cluster, RayTable
+from dora.cluster.run_file import read_run_file
+from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from tests.clusters.ray_nodes import Ray
 from tests.clusters.runs import Run
 from tests.clusters.slurm import with_marks
 from tests.refusals import refused
-from tests.snippets import snippet
+from tests.snippets import ROOT, snippet
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
@@ -29,8 +32,8 @@ def ray() -> Iterator[Ray]:
         yield started
 
 
-def run_on(ray: Ray, folder: Path, model: Path, **table: Any) -> Run:
-    return Run("ray", ray.python, ray.environment, folder, model, **table)
+def run_on(ray: Ray, at: Path, model: Path, **table: Any) -> Run:
+    return Run("ray", ray.python, ray.environment, at, model, **table)
 
 
 def check_nothing_is_left(ray: Ray, run: Run) -> None:
@@ -118,14 +121,18 @@ def _other_release(folder: Path) -> None:
 
 
 def _without_dora(folder: Path) -> None:
-    (folder / "dora" / "__init__.py").touch()
+    (folder / "dora" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'dora'\")\n")
 
 
 @pytest.mark.parametrize(
     ("installed", "gpus", "said"),
     [
-        (_other_release, 0, f"h0 was refused: version = '0.0.1' is not valid: it must be {dora.__version__}"),
-        (_without_dora, 0, "h0 was refused: ModuleNotFoundError: No module named 'dora.cluster'"),
+        (
+            _other_release,
+            0,
+            f"h0 was refused: version = '0.0.1' is not valid: it must be the DORA of the other nodes ({dora.__version__})",
+        ),
+        (_without_dora, 0, "h0 was refused: ModuleNotFoundError: No module named 'dora'"),
         (None, 64, "h0 was refused: ray.gpus = 64 is not valid: it must be at most"),
     ],
 )
@@ -194,15 +201,38 @@ def test_a_script_starts_and_ends_a_run(ray: Ray, tmp_path: Path, tiny_dense: Pa
     printed = snippet("docs/hosts.md", "dora.ray.Cluster")
     (tmp_path / "script.py").write_text(
         "taken = []\n"
-        f"def train(step): taken.extend(step); return {str(tiny_dense)!r}\n"
-        f"{printed}\n"
-        "print(len({group.group_id for group in taken}))\n"
+        "def train(step):\n"
+        "    taken.extend(step)\n"
+        "    if step.number == 2:\n"
+        "        raise SystemExit(len({group.group_id for group in taken}))\n"
+        f"    return {str(tiny_dense)!r}\n"
+        f"{printed}"
     )
-    assert "dora.ray.Cluster" in printed
     script = [ray.python, "script.py"]
     done = subprocess.run(script, cwd=tmp_path, env=ray.environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
+    assert done.returncode == 12, done.stderr  # three steps of four groups
     check_nothing_is_left(ray, run)
     for node in nodes:
         ray.lose(node)
+
+
+def test_the_manifest_for_kuberay_is_of_one_piece(tmp_path: Path) -> None:
+    """Its table is valid, and each worker's pod has what a host asks for."""
+    config, claim, job = yaml.safe_load_all((ROOT / "deploy/ray/rayjob.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "run.toml").write_text(config["data"]["run.toml"])
+    run = read_run_file(tmp_path / "run.toml")
+    table = validated_as(RayTable, run.table, "ray")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert (job["apiVersion"], job["kind"], run.scheduler) == ("ray.io/v1", "RayJob", "ray")
+    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "locks/ray.txt").read_text()
+    (workers,) = cluster["workerGroupSpecs"]
+    (host,) = workers["template"]["spec"]["containers"]
+    limits = host["resources"]["limits"]
+    assert table.hosts == workers["replicas"] <= workers["maxReplicas"]
+    assert (table.cpus, table.gpus) == (int(limits["cpu"]), int(limits["nvidia.com/gpu"]))
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    mounted = {each["name"]: each["mountPath"] for each in head["volumeMounts"]}
+    volumes = {each["name"]: each for each in cluster["headGroupSpec"]["template"]["spec"]["volumes"]}
+    assert set(mounted) == set(volumes) and table.folder.startswith(mounted["state"])
+    assert volumes["state"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert volumes["run"]["configMap"]["name"] == config["metadata"]["name"] and mounted["run"] == "/etc/dora"

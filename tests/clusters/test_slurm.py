@@ -25,9 +25,9 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
         yield started
 
 
-def run_on(slurm: Slurm, folder: Path, model: Path, **table: Any) -> Run:
+def run_on(slurm: Slurm, at: Path, model: Path, **table: Any) -> Run:
     dora = f"{Path(sys.executable).with_name('dora')}"
-    return Run("slurm", sys.executable, slurm.environment, folder, model, address="127.0.0.1", dora=dora, **table)
+    return Run("slurm", sys.executable, slurm.environment, at, model, address="127.0.0.1", dora=dora, **table)
 
 
 async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
