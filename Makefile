@@ -23,7 +23,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fetched triton prometheus slurm chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo fetched triton prometheus slurm ray chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ demo: setup ## service, trainer and a live view in one terminal; MODEL=tiny STEP
 test: check fetched ## lint, types, import rules, stubs, and the tests that CI runs
 	@$(PYTEST) -m "not gpu and not full" $(ARGS)
 
-test-all: check prometheus slurm chromium clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
+test-all: check prometheus slurm ray chromium clients ## every test, with those marked "full" and all of Megatron's: what a release needs (about an hour)
 	@$(BIN)/python -m tests.cuda_build.fetch .cuda-build triton
 	@$(PYTHON) locks/install.py megatron
 	@.venv-megatron/bin/python -m pytest tests/megatron --all
@@ -51,7 +51,7 @@ test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatro
 
 # What tests need beside .venv, one after the other: apt and pip each lock what they keep.
 fetched: setup
-	@for name in triton prometheus slurm chromium clients-if-had; do $(MAKE) --no-print-directory $$name || exit 1; done
+	@for name in triton prometheus slurm ray chromium clients-if-had; do $(MAKE) --no-print-directory $$name || exit 1; done
 
 # Where they cannot be had, the tests of rules and dashboards are skipped with the reason.
 prometheus: setup
@@ -60,6 +60,10 @@ prometheus: setup
 # Where it cannot be had, the tests of `dora cluster` on Slurm are skipped with the reason.
 slurm: setup
 	@$(BIN)/python -m tests.clusters.fetch .slurm-build || true
+
+# Where it cannot be had, the tests of `dora cluster` on Ray are skipped with the reason.
+ray: setup
+	@$(PYTHON) locks/install.py ray || true
 
 clients: setup ## the environments of other projects' clients, which their tests run: .venv-NAME (100 to 500 MB each)
 	@for name in $(CLIENTS); do $(PYTHON) locks/install.py $$name || exit 1; done

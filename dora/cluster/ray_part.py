@@ -105,7 +105,7 @@ class Part:
         """Raises InvalidValue if the part cannot run on this node. The service's files are written here."""
         order = self._order
         if order.version != __version__:
-            allowed = f"the DORA of the other nodes ({order.version}): install it on {self._ip}"
+            allowed = f"that of the other nodes, {order.version}: install it on {self._ip}"
             raise InvalidValue("version", __version__, allowed)
         if order.gpus:
             try:

@@ -14,7 +14,8 @@ def python_of(name: str) -> Path:
     """Returns the interpreter of ``.venv-NAME``, or skips the test with the reason."""
     folder = ROOT / f".venv-{name}"
     if not (folder / "setup.stamp").is_file():
-        pytest.skip(f"there is no {folder.name}: `make clients` installs it")
+        made_by = name if name == "ray" else "clients"
+        pytest.skip(f"there is no {folder.name}: `make {made_by}` installs it")
     return folder / "bin" / "python"
 
 

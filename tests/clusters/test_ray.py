@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from dora.cluster.ray import Cluster, RayTable
 from dora.cluster.run_file import read_run_file
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
+from tests.clients.environments import python_of
 from tests.clusters.ray_nodes import Ray
 from tests.clusters.runs import Run
 from tests.clusters.slurm import with_marks
@@ -130,7 +130,7 @@ def _without_dora(folder: Path) -> None:
         (
             _other_release,
             0,
-            f"h0 was refused: version = '0.0.1' is not valid: it must be the DORA of the other nodes ({dora.__version__})",
+            f"h0 was refused: version = '0.0.1' is not valid: it must be that of the other nodes, {dora.__version__}",
         ),
         (_without_dora, 0, "h0 was refused: ModuleNotFoundError: No module named 'dora'"),
         (None, 64, "h0 was refused: ray.gpus = 64 is not valid: it must be at most"),
@@ -163,17 +163,22 @@ def test_what_no_node_has_is_said_and_nothing_stays(ray: Ray, tmp_path: Path, ti
     assert ray.left() == []
 
 
-def test_without_ray_one_line_says_what_to_do(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'model = "{tiny_dense}"\n[slurm]\nfolder = "x"\n')
-    command = ["-m", "dora", "cluster", "up", "--ray", "--file", str(file)]
-    for python, variables, named in (
-        (sys.executable, {}, "ray is missing: it must be installed here and on all nodes: pip install"),
-        (ray.python, {"RAY_ADDRESS": "127.0.0.1:1"}, "ray.address = '127.0.0.1:1' is not valid: it must be HOST:PORT"),
-    ):
-        environment = {**os.environ, **variables}
-        done = subprocess.run([python, *command], env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+@pytest.mark.parametrize("words", ["up", "status", "scale 2", "down"])
+def test_without_ray_one_line_says_what_to_do(words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[slurm]\nfolder = "x"\n')
+    command = [sys.executable, "-m", "dora", "cluster", *words.split(), "--ray"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "ray is missing: it must be installed here and on all nodes: pip" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "dora-run").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "nowhere"])
+def test_without_a_cluster_one_line_says_what_to_do(address: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f'[ray]\naddress = "{address}"\n')
+    command = [python_of("ray"), "-m", "dora", "cluster", "status"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = f"dora: ray.address = '{address}' is not valid: it must be HOST:PORT of a Ray cluster that runs"
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_what_would_be_started_is_printed_without_ray(tmp_path: Path, tiny_dense: Path) -> None:

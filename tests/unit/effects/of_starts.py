@@ -139,6 +139,7 @@ CLUSTERS: Final = "tests/clusters/test_slurm.py::"
 SLURM: Final = Shown(CLUSTERS + "test_a_run_outlives_what_slurm_does_to_it")
 JOBS: Final = Shown(CLUSTERS + "test_what_slurm_refuses_is_said_and_nothing_stays")
 FOLLOWS: Final = Shown(CLUSTERS + "test_a_host_is_asked_for_as_the_service_advises")
+WITHOUT_RAY: Final = Shown("tests/clusters/test_ray.py::test_without_ray_one_line_says_what_to_do")
 GUARDED: Final = ("host", "front", "environment", *SERVICE_COMMANDS, "eval", "token", "doctor")
 
 ROWS: Final[dict[tuple[str, str], OptionRow]] = {
@@ -151,6 +152,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     **{("cluster status", option): JOBS for option in ("file", "as_json")},
     ("cluster down", "file"): SLURM,
     **{("cluster follow", option): FOLLOWS for option in ("file", "address", "token", "once")},
+    **{(f"cluster {command}", "on_ray"): WITHOUT_RAY for command in ("up", "scale", "status", "down", "follow")},
     ("cluster up", "dry_run"): Shown(CLUSTERS + "test_the_scripts_can_be_read_and_submitted_by_hand"),
     **FRONTS,
     **of_environments.OPTIONS,
