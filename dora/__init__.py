@@ -3,7 +3,7 @@
 ``import dora`` is light: it loads neither torch nor vLLM. ``dora.Trainer`` is the trainer's client, ``dora.Prompts``
 the client for prompts, ``dora.Prompt`` a submitted prompt, ``dora.Sessions`` the client of an environment,
 ``dora.AllRanks`` weights that several ranks hold together, ``dora.ReplayBuffer`` a trainer's earlier groups, and
-``dora.Tls`` a client's certificate. ``dora.sync`` has the first two for synchronous code, ``dora.ray`` runs on Ray.
+``dora.Tls`` a client's certificate. ``dora.sync`` has the first two for synchronous code.
 """
 
 import os
@@ -17,7 +17,6 @@ from dora.release import __version__
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
-    from dora import ray as ray
     from dora import sync
     from dora.client import AllRanks, Prompts, ReplayBuffer, Sessions, Trainer
     from dora.data.types import Prompt
@@ -39,6 +38,6 @@ def __getattr__(name: str) -> Any:
         from dora.tls import Tls
 
         return Tls
-    if name in ("ray", "sync"):
-        return import_module(f"dora.{name}")
+    if name == "sync":
+        return import_module("dora.sync")
     raise AttributeError(f"module 'dora' has no attribute {name!r}")

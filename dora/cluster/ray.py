@@ -17,13 +17,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, Self
 
-from pydantic import Field
-
 from dora.cluster.adapter import Job
-from dora.cluster.ray_order import HOST, SERVICE, Order, State, command_of
+from dora.cluster.ray_order import HOST, SERVICE, Order, RayTable, State, command_of
 from dora.cluster.run_file import RunFile, read_run_file
 from dora.config.reading import RAY
-from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import MISSING, InvalidValue
 from dora.release import __version__
@@ -32,18 +29,6 @@ from dora.system.files import replace_durably
 
 DRAIN_S: Final = 90.0  # a host drains for at most a minute
 POLL_S: Final = 0.5
-HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone
-
-
-class RayTable(Section):
-    folder: str = Field("dora-run", min_length=1, description="token and state; shared, if the service is to move")
-    hosts: int = Field(1, ge=0, le=4096, description="at the start")
-    cpus: float = Field(1.0, ge=0, le=4096, description="of a node, for a host")
-    gpus: int = Field(0, ge=0, le=64, description="of a node, for a host; 0: its workers run on CPUs")
-    workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
-    service: dict[str, float] = Field({HEAD: 0.001}, description="Ray's resources for the service")
-    port: int = Field(7070, ge=1, le=65535, description="of the service, on its node")
-    address: str = Field("auto", description="of the Ray cluster")
 
 
 class Cluster:
@@ -190,19 +175,8 @@ class Cluster:
         return {resource: amount for resource, amount in needs.items() if amount}
 
     def _order(self, name: str, token: str) -> Order:
-        table = self._table
-        return Order(
-            name,
-            self._run,
-            __version__,
-            token,
-            table.workers,
-            0 if name == SERVICE else table.gpus,
-            table.port,
-            str(self._folder),
-            str(Path.cwd()),
-            self._file.path.read_text(encoding="utf-8"),
-        )
+        config = self._file.path.read_text(encoding="utf-8")
+        return Order(name, self._run, __version__, token, self._table, str(self._folder), str(Path.cwd()), config)
 
     def _check_ranks(self) -> None:
         """Raises InvalidValue if a host's GPUs cannot hold an engine."""

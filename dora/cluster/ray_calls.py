@@ -45,6 +45,12 @@ def lacks_room(bundle: Mapping[str, float]) -> bool:
     return not fits and cluster_state.get_max_resources_from_cluster_config() is None
 
 
+def drained_by_s(node: str) -> float | None:
+    """Returns the time (Unix) at which a node goes, 0 if Ray was not told when, or None if it stays."""
+    deadline_ms = cluster_state.get_draining_nodes().get(node)
+    return None if deadline_ms is None else deadline_ms / 1000
+
+
 def group_of(run: str, name: str) -> str:
     return f"{run}-{name}"
 

@@ -1,12 +1,29 @@
-"""What a run's actors on Ray are told, and the commands that they run. Needs no Ray."""
+"""A run on Ray: its settings, its actors' states and orders, and the commands that they run. Needs no Ray."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from pydantic import Field
+
+from dora.config.section import Section
+
 SERVICE: Final = "service"
 HOST: Final = "host"
 REJOIN_S: Final = 30  # then a host asks anew where the service is
+
+HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone
+
+
+class RayTable(Section):
+    folder: str = Field("dora-run", min_length=1, description="token and state; shared, if the service is to move")
+    hosts: int = Field(1, ge=0, le=4096, description="at the start")
+    cpus: float = Field(1.0, ge=0, le=4096, description="of a node, for a host")
+    gpus: int = Field(0, ge=0, le=64, description="of a node, for a host; 0: its workers run on CPUs")
+    workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
+    service: dict[str, float] = Field({HEAD: 0.001}, description="Ray's resources for the service")
+    port: int = Field(7070, ge=1, le=65535, description="of the service, on its node")
+    address: str = Field("auto", description="of the Ray cluster")
 
 
 class State(StrEnum):
@@ -35,9 +52,7 @@ class Order:
     run: str
     version: str
     token: str = field(repr=False)
-    workers: int
-    gpus: int
-    port: int
+    table: RayTable
     folder: str
     working_folder: str
     config: str = field(repr=False)
@@ -56,6 +71,6 @@ def command_of(order: Order, address: str) -> list[str]:
     if order.part == SERVICE:
         folder = order.folder
         return ["serve", "--config", f"{folder}/run.toml", "--state", f"{folder}/state", "--listen", address, "--json"]
-    device = "cuda" if order.gpus else "cpu"
+    device = "cuda" if order.table.gpus else "cpu"
     command = ["host", "--join", address, "--name", order.name, "--device", device, "--rejoin-s", str(REJOIN_S)]
-    return command if order.workers < 0 else [*command, "--workers", str(order.workers)]
+    return command if order.table.workers < 0 else [*command, "--workers", str(order.table.workers)]

@@ -24,7 +24,7 @@ from ray.util import get_node_ip_address, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dora.cluster.adapter import Job
-from dora.cluster.ray_calls import actor_of, cluster_state, group_of, remove
+from dora.cluster.ray_calls import actor_of, drained_by_s, group_of, remove
 from dora.cluster.ray_order import HOST, SERVICE, Order, State, command_of
 from dora.errors import InvalidValue
 from dora.host.last_words import reason_in
@@ -46,6 +46,7 @@ class Part:
         self._ip = get_node_ip_address()
         self._node = ray.get_runtime_context().get_node_id()
         self._state, self._reason = State.STARTING, ""
+        self._has_run = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         self._deadline_s = 0.0
         self._child: subprocess.Popen[str] | None = None
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)  # the child's last ones
@@ -58,8 +59,9 @@ class Part:
         if self._is_released.is_set() and state != State.ENDED:
             state = State.RELEASED
         elif self._leaves.is_set() and state not in (State.ENDED, State.REFUSED):
-            state, reason = State.DRAINING, f"its node goes in {max(0.0, self._deadline_s - time.time()):.0f} s"
-        machine = f"{self._ip}:{self._order.port}" if self._order.part == SERVICE else self._ip
+            left = f" in {max(0.0, self._deadline_s - time.time()):.0f} s" if self._deadline_s else ""
+            state, reason = State.DRAINING, f"its node goes{left}"
+        machine = f"{self._ip}:{self._order.table.port}" if self._order.part == SERVICE else self._ip
         return Job(self._order.name, self._order.part, state, machine, reason)
 
     def release(self) -> None:
@@ -91,8 +93,8 @@ class Part:
     def _watch(self) -> None:
         while not self._leaves.is_set():
             with suppress(RayError):
-                if (deadline_ms := cluster_state.get_draining_nodes().get(self._node)) is not None:
-                    self._deadline_s = deadline_ms / 1000
+                if (deadline_s := drained_by_s(self._node)) is not None:
+                    self._deadline_s = deadline_s
                     self._leave()
             time.sleep(PAUSE_S)
 
@@ -107,16 +109,15 @@ class Part:
         if order.version != __version__:
             allowed = f"that of the other nodes, {order.version}: install it on {self._ip}"
             raise InvalidValue("version", __version__, allowed)
-        if order.gpus:
-            try:
+        if order.part == HOST and (asked := order.table.gpus):
+            found = 0
+            with suppress(InvalidValue):  # Ray was told of GPUs that are not there
                 found = len(visible(gpus()))
-            except InvalidValue:  # Ray was told of GPUs that are not there
-                found = 0
-            if found < order.gpus:
-                raise InvalidValue("ray.gpus", order.gpus, f"at most {found}: the GPUs that {self._ip} has for it")
+            if found < asked:
+                raise InvalidValue("ray.gpus", asked, f"at most {found}: the GPUs that {self._ip} has for it")
         if order.part == SERVICE:
             file = Path(order.folder) / "run.toml"
-            if ray.get_runtime_context().was_current_actor_reconstructed and not file.exists():
+            if self._has_run and not file.exists():
                 allowed = f"on storage of all nodes: the service moved to {self._ip}, and its state is not there"
                 raise InvalidValue("ray.folder", order.folder, allowed)
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,16 +127,18 @@ class Part:
         """Returns the child's arguments, or none while the service's address is not known."""
         order = self._order
         if order.part == SERVICE:
-            return command_of(order, f"{self._ip}:{order.port}")
+            return command_of(order, f"{self._ip}:{order.table.port}")
         if (service := actor_of(order.run, SERVICE)) is not None:
             with suppress(RayError):  # it is being started, perhaps on another node
                 return command_of(order, ray.get(service.report.remote(), timeout=CALL_S).machine)
         return []
 
     def _kept(self, command: list[str]) -> None:
-        """Runs the child until it ends. Raises InvalidValue if it refuses its settings, or ends before it ran."""
+        """Runs the child until it ends. Raises InvalidValue if it refuses its settings, or never ran."""
         self._lines.clear()
-        self._state = State.STARTING if self._order.part == SERVICE else State.RUNNING
+        self._state = State.STARTING
+        if self._order.part == HOST:
+            self._runs()
         secrets = handed({"DORA_TOKEN": self._order.token})
         with os.fdopen(secrets):
             child = subprocess.Popen(
@@ -156,12 +159,15 @@ class Part:
         saying = threading.Thread(target=self._passed_on, args=(child.stderr,), daemon=True)
         saying.start()
         for _ in child.stdout:  # the service states its address and tokens, which are not for a log
-            self._state = State.RUNNING
+            self._runs()
         code = child.wait()
         saying.join()
         self._reason = f"ended with {code}: {reason_in(''.join(self._lines))}"
-        if not self._leaves.is_set() and (code == USAGE or self._state == State.STARTING):
+        if not self._leaves.is_set() and (code == USAGE or not self._has_run):
             raise InvalidValue("", "", "", said=self._reason)
+
+    def _runs(self) -> None:
+        self._state, self._has_run = State.RUNNING, True
 
     def _passed_on(self, lines: IO[str]) -> None:
         """Passes the child's lines on to this actor's log."""

@@ -59,7 +59,7 @@ class Placement:
             kept = len(self.all_gpus) - len(self.gpus)
             beside = f" beside {kept} kept for a trainer" if kept else ""
             each = "1 GPU" if ranks == 1 else f"{ranks} GPUs"
-            allowed = f"at most {most}: each worker takes {each}, and this host has {len(self.gpus)}{beside}"
+            allowed = f"at most {most}: each worker takes {each} of one host, and this has {len(self.gpus)}{beside}"
             raise InvalidValue("workers", workers, allowed)
 
     def environment(self, number: int, ranks: int, *, shows_trainers: bool = False) -> dict[str, str]:

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import dora
-from dora.cluster.ray import Cluster, RayTable
+from dora.cluster.ray import Cluster
+from dora.cluster.ray_order import RayTable
 from dora.cluster.run_file import read_run_file
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
