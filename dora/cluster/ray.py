@@ -99,13 +99,15 @@ class Cluster:
         try:
             for name in names:
                 self._start(name)
-            while any(job.state == State.STARTING for job in self._accepted()):
+            found = self._accepted()
+            while any(job.state in (State.STARTING, State.SILENT) for job in found):
                 time.sleep(POLL_S)
+                found = self._accepted()
         except BaseException:  # also Ctrl-C
             for name in names:
                 self._ray.remove(self._run, name)
             raise
-        return self.jobs()
+        return found
 
     def jobs(self) -> list[Job]:
         return sorted(self._ray.reports(self._run), key=lambda job: (job.part == HOST, len(job.name), job.name))

@@ -19,6 +19,7 @@ from dora.errors import InvalidValue
 
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 10.0  # of all actors
+NO_ROOM: Final = ("NO_RESOURCES", "INFEASIBLE")  # Ray has tried to place a group
 
 
 def connect(address: str) -> None:
@@ -81,8 +82,10 @@ def reports(run: str) -> Iterator[Job]:
     asked: dict[str, Any] = {}
     for name, group in groups(run).items():
         if group["state"] != "CREATED":
-            why = "its node is lost, and no other" if group["state"] == "RESCHEDULING" else "no node"
-            yield Job(name, part_of(name), State.PENDING, "", f"{why} has room for {group['bundles'][0]}")
+            is_lost, lacks = group["state"] == "RESCHEDULING", group["stats"]["scheduling_state"] in NO_ROOM
+            why = f"{'its node is lost, and no other' if is_lost else 'no node'} has room for {group['bundles'][0]}"
+            state = State.PENDING if is_lost or lacks else State.STARTING
+            yield Job(name, part_of(name), state, "", why if state == State.PENDING else "")
         elif (actor := actor_of(run, name)) is not None:
             asked[name] = actor.report.remote()
         else:

@@ -84,6 +84,10 @@ class Ray:
         found: list[str] = self._call("left")
         return found
 
+    def clear(self) -> None:
+        """Ends all actors, groups and added nodes, of a test that failed too."""
+        self._call("clear")
+
     def _call(self, *words: Any) -> Any:
         assert self._process.stdin is not None
         print(json.dumps(words), file=self._process.stdin, flush=True)
@@ -97,6 +101,7 @@ class Ray:
 def main(folder: str) -> None:
     import ray
     from ray.cluster_utils import Cluster
+    from ray.util.placement_group import PlacementGroup
 
     answers, sys.stdout = sys.stdout, sys.stderr
     cluster = Cluster(True, head_node_args={**NODE, "num_cpus": 0, "_system_config": CONFIG, "temp_dir": folder})
@@ -129,7 +134,16 @@ def main(folder: str) -> None:
         groups = [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
         return [*(each["name"] for each in ray.util.list_named_actors(all_namespaces=True)), *groups]
 
-    calls = {"add": add, "drain": drain, "where": where, "left": left}
+    def clear() -> None:
+        for name in ray.util.list_named_actors(all_namespaces=True):
+            ray.kill(ray.get_actor(**name))
+        for group, each in ray.util.placement_group_table().items():
+            if each["state"] != "REMOVED":
+                ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
+        while nodes:
+            cluster.remove_node(nodes.popitem()[1], allow_graceful=False)
+
+    calls = {"clear": clear, "add": add, "drain": drain, "where": where, "left": left}
     calls["lose"] = lambda node: cluster.remove_node(nodes.pop(node), allow_graceful=False)
     print(json.dumps(cluster.address), file=answers, flush=True)
     for line in sys.stdin:
