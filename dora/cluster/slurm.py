@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shlex
 import shutil
 import subprocess
 import time
@@ -23,10 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field
 
 from dora.cluster.adapter import Job
+from dora.cluster.rendering import rendered
 from dora.cluster.run_file import RunFile
 from dora.config.section import Section
 from dora.data.validation import validated_as
@@ -38,14 +37,6 @@ TABLE: Final = "slurm"
 DRAIN_S: Final = 90.0  # a host drains for at most a minute
 POLL_S: Final = 0.5
 CALL_S: Final = 60.0  # a call of the scheduler's may take
-_SCRIPTS: Final = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_SCRIPTS.filters["quoted"] = lambda value: shlex.quote(str(value))
 
 
 class SlurmTable(Section):
@@ -72,9 +63,7 @@ class SlurmCluster:
         follows = self._file.config.cluster.autoscale == "act"
         values = {**self._table.model_dump(), "folder": self._folder, "follows": follows}
         return {
-            f"{part}.sh": _SCRIPTS.get_template(f"slurm_{part}.sh.j2").render(
-                values, job=job, options=getattr(self._table, part)
-            )
+            f"{part}.sh": rendered(f"slurm_{part}.sh.j2", {**values, "job": job, "options": getattr(self._table, part)})
             for part, job in self._names.items()
         }
 

@@ -12,6 +12,7 @@ from dora.errors import InvalidValue
 
 SLURM: Final = "slurm"
 RAY: Final = "ray"
+KUBERNETES: Final = "kubernetes"
 CLUSTERS: Final = "dora.clusters"  # entry points of further schedulers
 
 Setting = str | int | float | bool
@@ -43,7 +44,7 @@ def load_config(file: Path | None = None, overrides: Iterable[Override] = ()) ->
 
 def schedulers() -> set[str]:
     """Returns the names of the tables that `dora cluster` reads in the same file."""
-    return {SLURM, RAY, *(each.name for each in entry_points(group=CLUSTERS))}
+    return {SLURM, RAY, KUBERNETES, *(each.name for each in entry_points(group=CLUSTERS))}
 
 
 def settings_tree(file: Path | None, overrides: Iterable[Override], option: str = "--config") -> dict[str, Any]:

@@ -16,8 +16,10 @@ def read_token(file: Path, option: str = OPTION) -> str:
     """Returns the token in ``file``. Raises InvalidValue, naming ``option``, if it is unreadable or not private."""
     try:
         with file.open(encoding="utf-8") as opened:
-            mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-            if mode & 0o077:
+            found = os.fstat(opened.fileno())
+            mode = stat.S_IMODE(found.st_mode)
+            is_handed = found.st_uid == 0 != os.getuid()  # root gave it to a group of this user, as a kubelet does
+            if mode & (0o007 if is_handed else 0o077):
                 raise InvalidValue(option, f"{file} (mode {mode:04o})", ALLOWED)
             return opened.read(SECRET_MAX_BYTES).strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,22 +1,26 @@
-"""``python -m tests.clusters.fetch FOLDER``: fetches Slurm from Debian's packages, once (6 MB).
+"""``python -m tests.clusters.fetch``: fetches from Debian's packages, once, what tests of ``dora cluster`` need: Slurm
+(6 MB) into ``.slurm-build``, bubblewrap (80 KB) into ``.pods-build``.
 
 Exits with 1 and apt's reason if it cannot be had.
 """
 
-import sys
 from pathlib import Path
 from typing import Final
 
 from tests.debian import fetch
 
-FOLDER: Final = Path(__file__).parents[2] / ".slurm-build"
+ROOT: Final = Path(__file__).parents[2]
+FOLDER: Final = ROOT / ".slurm-build"
+PODS: Final = ROOT / ".pods-build"
 PACKAGES: Final = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libmunge2", "libhwloc15")
 
 
-def main(folder: Path) -> None:
-    if not (folder / "usr/sbin/slurmd-wlm").is_file():
-        fetch(PACKAGES, folder, "Slurm")
+def main() -> None:
+    if not (PODS / "usr/bin/bwrap").is_file():
+        fetch(("bubblewrap",), PODS, "bubblewrap")
+    if not (FOLDER / "usr/sbin/slurmd-wlm").is_file():
+        fetch(PACKAGES, FOLDER, "Slurm")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
