@@ -14,7 +14,7 @@ import tempfile
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +33,11 @@ from dora.system.environment import without_secrets
 TABLE: Final = KUBERNETES
 PART: Final = "app.kubernetes.io/component"
 INSTANCE: Final = "app.kubernetes.io/instance"
+LEADER_WORKER: Final = "leaderworkersets.leaderworkerset.x-k8s.io"
+KINDS: Final = (  # those of deploy/kubernetes/base, in the order of their end
+    *("deployments.apps", "statefulsets.apps", "services", "configmaps", "poddisruptionbudgets.policy"),
+    *("rolebindings.rbac.authorization.k8s.io", "roles.rbac.authorization.k8s.io", "serviceaccounts"),
+)
 ARGUMENTS: Final = "/spec/template/spec/containers/0/args"
 CLAIM: Final = "/spec/volumeClaimTemplates/0/spec"
 ENDING_S: Final = 30  # of a host's grace period, after its drain
@@ -90,7 +95,7 @@ class KubernetesCluster:
             raise InvalidValue("service.token", "of the file", "left out: the run's Secret has it")
         self._selector = f"{INSTANCE}={table.name}"
         self._host = f"{table.name}-host"
-        kind = "leaderworkersets.leaderworkerset.x-k8s.io" if table.nodes_per_host > 1 else "statefulsets.apps"
+        kind = LEADER_WORKER if table.nodes_per_host > 1 else "statefulsets.apps"
         self._hosts = f"{kind}/{self._host}"
 
     def planned(self) -> Mapping[str, str]:
@@ -108,9 +113,10 @@ class KubernetesCluster:
                 self._kubectl("apply", "--kustomize", str(folder))
                 self._await_pods(wanted, known)
             except InvalidValue:
-                self._delete(None if tokens else {})
-                for new in set(self._names("persistentvolumeclaims")) - set(claims):
-                    self._kubectl("delete", "persistentvolumeclaim", new, "--wait=false")
+                with contextlib.suppress(InvalidValue):  # the first reason is what the user needs
+                    self._delete(() if tokens else ("secrets",))
+                    for new in set(self._names("persistentvolumeclaims")) - set(claims):
+                        self._kubectl("delete", "persistentvolumeclaim", new, "--wait=false")
                 raise
         return self.jobs()
 
@@ -118,7 +124,7 @@ class KubernetesCluster:
         found = [_job(each) for each in self._listed("pods")]
         parts = {job.part for job in found}
         for each in self._listed("statefulsets.apps"):
-            name, part = each["metadata"]["name"], each["metadata"]["labels"][PART]
+            name, part = each["metadata"]["name"], each["spec"]["template"]["metadata"]["labels"][PART]
             if each["spec"]["replicas"] and part not in parts:  # none could be created
                 reasons = [text for (refused, _), text in self._refusals().items() if refused == name]
                 found.append(Job(name, part, "pending", "", "".join(reasons[-1:])))
@@ -142,7 +148,7 @@ class KubernetesCluster:
         self.want(latest)
 
     def down(self) -> list[str]:
-        self._delete(None)
+        self._delete()
         ends_s = time.monotonic() + self._table.drain_s + 2 * ENDING_S
         while (left := self._names("pods")) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
@@ -153,7 +159,7 @@ class KubernetesCluster:
     # ------------------------------------------------------------------------------------------------------------ own
 
     @contextlib.contextmanager
-    def _overlay(self, hosts: int, tokens: Mapping[str, str] | None) -> Iterator[Path]:
+    def _overlay(self, hosts: int, tokens: Mapping[str, str]) -> Iterator[Path]:
         """Yields a folder of kustomize: deploy/kubernetes, the file, the tokens, and the table's values."""
         table = self._table
         image, _, digest = table.image.partition("@")
@@ -183,9 +189,9 @@ class KubernetesCluster:
                 "patches": patches,
             }
             (folder / "values" / "kustomization.yaml").write_text(json.dumps(component), encoding="utf-8")
-            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tokens"}, "stringData": tokens}
+            secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tokens"}, "stringData": {**tokens}}
             (folder / "tokens.yaml").write_text(json.dumps(secret), encoding="utf-8")
-            values = {**table.model_dump(), "image": name, "tag": tag, "digest": digest, "tokens": tokens is not None}
+            values = {**table.model_dump(), "image": name, "tag": tag, "digest": digest}
             (folder / "kustomization.yaml").write_text(rendered("kubernetes_run.yaml.j2", values), encoding="utf-8")
             yield folder
 
@@ -236,7 +242,7 @@ class KubernetesCluster:
         while time.monotonic() < ends_s:
             for (name, count), text in self._refusals().items():
                 if (name, count) not in known:
-                    raise _refused(text, f"{TABLE}.{name.removeprefix(f'{self._table.name}-')}")
+                    raise _refused(text, name)
             parts = Counter(_job(each).part for each in self._listed("pods"))
             if parts["service"] and parts["host"] >= hosts * self._table.nodes_per_host:
                 return
@@ -258,15 +264,19 @@ class KubernetesCluster:
     def _names(self, kind: str) -> list[str]:
         return [each["metadata"]["name"] for each in self._listed(kind)]
 
-    def _delete(self, tokens: Mapping[str, str] | None) -> None:
-        """Deletes the run's objects, without waiting for their end. None keeps the Secret with the tokens."""
-        with self._overlay(0, tokens) as folder:
-            self._kubectl("delete", "--kustomize", str(folder), "--ignore-not-found", "--wait=false")
+    def _delete(self, also: Iterable[str] = ()) -> None:
+        """Deletes the run's objects, without waiting for their end. Its tokens and its state's volume stay."""
+        kinds = [*KINDS, *also]
+        if self._table.monitoring:
+            kinds.append("podmonitors.monitoring.coreos.com")
+        if self._table.nodes_per_host > 1:
+            kinds.insert(0, LEADER_WORKER)
+        self._kubectl("delete", ",".join(kinds), f"--selector={self._selector}", "--wait=false")
 
     def _kubectl(self, *arguments: str) -> str:
         table = self._table
         where = [f"--{name}={value}" for name in ("context", "namespace") if (value := getattr(table, name))]
-        return _called(*where, *arguments)
+        return _called(*arguments, *where)
 
 
 def _new_tokens() -> dict[str, str]:
@@ -293,11 +303,9 @@ def _number(name: str) -> int:
     return int(last) if last.isdigit() else 0
 
 
-def _refused(said: str, setting: str = TABLE, given: str = "") -> InvalidValue:
-    for marks in ADVICE:
-        if all(mark in said for mark in marks[:-1]):
-            return InvalidValue(setting, given or "this run", f"{marks[-1]} ({said})")
-    return InvalidValue(setting, given or "this run", f"what Kubernetes accepts: {said}")
+def _refused(said: str, given: str) -> InvalidValue:
+    advice = next((advice for mark, advice in ADVICE if mark in said), "what Kubernetes accepts")
+    return InvalidValue(TABLE, given, f"{advice} ({said})", why="was refused")
 
 
 def _called(*arguments: str) -> str:
@@ -317,5 +325,5 @@ def _called(*arguments: str) -> str:
         raise InvalidValue(TABLE, "kubectl", f"an answer of the cluster within {CALL_S:.0f} s") from error
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror" in line] or [done.stderr]
-        raise _refused(" ".join(errors[0].split())[:SAID_MAX], given=f"kubectl {arguments[0]}")
+        raise _refused(" ".join(errors[0].split())[:SAID_MAX], f"kubectl {arguments[0]}")
     return done.stdout

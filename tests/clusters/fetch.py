@@ -12,6 +12,7 @@ from tests.debian import fetch
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / ".slurm-build"
 PODS: Final = ROOT / ".pods-build"
+API: Final = ROOT / ".kubernetes-build" / "bin"
 PACKAGES: Final = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libmunge2", "libhwloc15")
 
 

@@ -188,9 +188,13 @@ class Node:
             place = self.folder / "claims" / claim["claimName"]
         is_new = not place.exists()
         place.mkdir(parents=True, exist_ok=True)
-        kind, about = next((key, volume[key]) for key in ("secret", "configMap", "emptyDir", "persistentVolumeClaim") if key in volume)
+        kind, about = next(
+            (key, volume[key]) for key in ("secret", "configMap", "emptyDir", "persistentVolumeClaim") if key in volume
+        )
         if kind in ("secret", "configMap"):
-            source = self.objects["Secret" if kind == "secret" else "ConfigMap", about.get("secretName") or about["name"]]
+            source = self.objects[
+                "Secret" if kind == "secret" else "ConfigMap", about.get("secretName") or about["name"]
+            ]
             project(source, about, place, group)
         elif is_new:
             os.chown(place, 0, group)
@@ -198,7 +202,11 @@ class Node:
         return place
 
     def _variables(self, pod: Pod) -> dict[str, str]:
-        found = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+        found = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
         fields |= {f"metadata.labels['{name}']": value for name, value in pod.labels.items()}
         for each in pod.container.get("env", ()):
@@ -271,7 +279,9 @@ class Node:
                 started = probe is None or await self._answers(pod, probe)
                 await asyncio.sleep((probe or {}).get("periodSeconds", 10) * PERIOD_SHARE)
                 continue
-            pod.is_ready = not pod.is_ending and (probes["readiness"] is None or await self._answers(pod, probes["readiness"]))
+            pod.is_ready = not pod.is_ending and (
+                probes["readiness"] is None or await self._answers(pod, probes["readiness"])
+            )
             if alive := probes["liveness"]:
                 failures = 0 if await self._answers(pod, alive) else failures + 1
                 if failures >= alive.get("failureThreshold", 3) and not pod.is_ending:
@@ -303,7 +313,11 @@ class Node:
         for (kind, name), service in self.objects.items():
             if kind == "Service":
                 wanted = service["spec"]["selector"].items()
-                lines += [f"{pod.ip} {name}" for pod in self.pods.values() if wanted <= pod.labels.items() and not pod.is_ending]
+                lines += [
+                    f"{pod.ip} {name}"
+                    for pod in self.pods.values()
+                    if wanted <= pod.labels.items() and not pod.is_ending
+                ]
         self._hosts.write_text("\n".join([*lines, ""]))
 
 

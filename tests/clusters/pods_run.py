@@ -80,7 +80,7 @@ async def run(found: Node, model: Path) -> dict[str, Any]:
     seen["versions_of_one"] = max(len(set(group.versions)) for step in steps for group in step)
     async with Operator(ADDRESS, tokens["operator"]) as operator:
         counters = (await operator.status()).counters
-    seen["lost"] = [counters.groups_lost, counters.c1_violations]
+    seen["lost"] = [counters["groups_lost"], counters["c1_violations"]]
     seen["restarts"] = {pod.name: pod.restarts for pod in found.pods.values()}
     return seen
 
@@ -92,7 +92,9 @@ def raise_loopback() -> None:
 
 def examined(pod: Any) -> dict[str, Any]:
     """What the kernel says of the container's first process."""
-    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pod.pid}/status").read_text().splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1) for line in Path(f"/proc/{pod.pid}/status").read_text().splitlines() if ":\t" in line
+    )
     mounts = [line.split() for line in Path(f"/proc/{pod.pid}/mountinfo").read_text().splitlines()]
     options = {fields[4]: (fields[5].split(",")[0], fields[-1]) for fields in mounts}
     return {
@@ -105,20 +107,26 @@ def examined(pod: Any) -> dict[str, Any]:
 
 
 def ask_front(ip: str, key: str) -> list[int]:
-    """Asks again as an agent does while the service is away. Returns the statuses, and the tokens of the last answer."""
-    body = json.dumps({"model": "policy", "prompt": "1 2", "max_tokens": 8}).encode()
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}", "Idempotency-Key": "1"}
+    """A session of an agent, which asks again while the service is away. Returns the statuses."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    calls = [
+        ("v1/completions", {"model": "policy", "prompt": "1 2", "max_tokens": 8}),
+        ("close", {"reward": 1.0}),
+    ]
     statuses: list[int] = []
-    while True:
-        request = urllib.request.Request(f"http://{ip}:8000/v1/completions", body, headers)
+    while calls and len(statuses) < 100:
+        path, body = calls[0]
+        url = f"http://{ip}:8000/sessions/task-1/{path}"
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return [*statuses, answer.status, json.load(answer)["usage"]["completion_tokens"]]
+            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+                statuses.append(answer.status)
+                calls.pop(0)
         except urllib.error.HTTPError as error:
-            if error.code != 503 or len(statuses) > 60:
-                raise
             statuses.append(error.code)
+            if error.code != 503:
+                raise
             time.sleep(float(error.headers["Retry-After"]))
+    return statuses
 
 
 async def until_hosts(token: str, *names: str) -> None:

@@ -1,18 +1,22 @@
-"""``dora cluster`` on Kubernetes: its manifests, and a run in the pods that they describe."""
+"""``dora cluster`` on Kubernetes: its manifests, a run in the pods that they describe, and a real API server."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import yaml
 
+from tests.clusters import kubernetes_api
+from tests.clusters.kubernetes_api import ApiServer
 from tests.clusters.pods import BWRAP
 
-RUN = """
+RUN: Final = """
 model = "/data/tiny"
 prompts = "tiny"
 [window]
@@ -40,47 +44,254 @@ service_shm = "1Gi"
 host = { memory = "2Gi" }
 host_shm = "1Gi"
 """
+# The API server of the tests is of 1.20, before these.
+OLD: Final = {
+    "claim.yaml": """
+        apiVersion: apps/v1
+        kind: StatefulSet
+        metadata: {name: service}
+        spec:
+          volumeClaimTemplates:
+            - metadata: {name: state}
+              spec: {accessModes: [ReadWriteOnce], resources: {requests: {storage: 1Gi}}}
+    """,
+    **{
+        f"{name}.yaml": f"""
+        apiVersion: policy/v1
+        kind: PodDisruptionBudget
+        metadata: {{name: {name}}}
+        $patch: delete
+    """
+        for name in ("host", "front")
+    },
+}
 needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl on the PATH")
 
 
-def planned(file: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "dora", "cluster", "up", "--dry-run", "--file", str(file)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [each for each in yaml.safe_load_all(printed) if each]
+def dora(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dora", "cluster", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def planned(folder: Path, text: str) -> list[dict[str, Any]]:
+    (folder / "run.toml").write_text(text)
+    done = dora("up", "--dry-run", "--file", str(folder / "run.toml"))
+    assert done.returncode == 0, done.stderr
+    return [each for each in yaml.safe_load_all(done.stdout) if each]
+
+
+# --------------------------------------------------------------------------------------------------------- manifests
 
 
 @needs_kubectl
-@pytest.mark.skipif(not BWRAP.is_file(), reason="there is no bubblewrap: `make fetched` fetches it")
+def test_every_pod_has_no_rights_and_knows_its_service(tmp_path: Path) -> None:
+    objects = planned(tmp_path, f'{RUN}environment = "guessing:Guess"\nenvironments = 3\nname = "exp2"\n')
+    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    pods = {
+        name: each["spec"]["template"]["spec"]
+        for (kind, name), each in found.items()
+        if "template" in each.get("spec", {})
+    }
+    assert sorted(pods) == ["exp2-environment", "exp2-front", "exp2-host", "exp2-service"]
+    for pod in pods.values():
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        assert {"name": "DORA_ADDRESS", "value": "exp2-service:7070"} in container["env"]
+        assert container["image"] == "registry.example:5000/team/dora:0.1"
+        (tokens,) = (each["secret"] for each in pod["volumes"] if each["name"] == "tokens")
+        assert tokens["secretName"] == "exp2-tokens"
+        owner = {"key": "owner", "path": "owner"} in tokens["items"]
+        assert owner == ("--token-file=/run/dora/owner" in container["args"])
+    host = pods["exp2-host"]
+    assert (
+        host["terminationGracePeriodSeconds"] == 120
+        and {"name": "DRAIN_S", "value": "90"} in host["containers"][0]["env"]
+    )
+    assert found["StatefulSet", "exp2-host"]["spec"]["replicas"] == 2
+    (rule,) = (each for each in found["Role", "exp2-scaler"]["rules"] if "update" in each["verbs"])
+    assert rule["resources"] == ["statefulsets/scale"] and rule["resourceNames"] == ["exp2-host"]
+    values = found["Secret", "exp2-tokens"]["stringData"]
+    assert len(set(values.values())) == len(values) == 7
+
+
+@needs_kubectl
+def test_groups_certificates_and_patches(tmp_path: Path) -> None:
+    (tmp_path / "nodes.yaml").write_text(
+        "kind: StatefulSet\napiVersion: apps/v1\nmetadata: {name: host}\n"
+        "spec: {template: {spec: {nodeSelector: {gpu: h200}}}}\n"
+    )
+    text = f'{RUN}nodes_per_host = 4\ntls = true\nmonitoring = true\npatches = ["nodes.yaml"]\n'
+    found = {(each["kind"], each["metadata"]["name"]): each for each in planned(tmp_path, text)}
+    assert ("StatefulSet", "dora-host") not in found
+    group = found["LeaderWorkerSet", "dora-host"]["spec"]
+    template = group["leaderWorkerTemplate"]["workerTemplate"]
+    assert group["replicas"] == 2 and group["leaderWorkerTemplate"]["size"] == 4
+    assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == "dora"
+    assert template["spec"]["nodeSelector"] == {"gpu": "h200"} and template["spec"]["serviceAccountName"] == "dora-pod"
+    names = {each["name"]: each["secret"]["secretName"] for each in template["spec"]["volumes"] if "secret" in each}
+    assert names == {"tokens": "dora-tokens", "tls": "dora-tls-host", "tls-operator": "dora-tls-operator"}
+    assert {"name": "DORA_ADDRESS", "value": "dora-service:7070"} in template["spec"]["containers"][0]["env"]
+    assert found["PodMonitor", "dora-dora"]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/instance": "dora"}
+    (rule,) = (each for each in found["Role", "dora-scaler"]["rules"] if "update" in each["verbs"])
+    assert rule["resources"] == ["leaderworkersets/scale"] and rule["resourceNames"] == ["dora-host"]
+
+
+@needs_kubectl
+def test_the_manifests_fit_the_published_schemas(tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="`pip install kubernetes-validate` brings the schemas")
+    for each in planned(tmp_path, f"{RUN}tls = true\n"):
+        validate.validate(each, "1.35", strict=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [
+        ("", "kubernetes.image"),
+        ('image = "a b"', "kubernetes.image"),
+        ('image = "a"\nname = "Big"', "kubernetes.name"),
+        ('image = "a"\nenvironments = 2', "kubernetes.environment"),
+        ('image = "a"\nstorage = "much"', "kubernetes.storage"),
+        ('image = "a"\nhost = { cpu = 4 }', "kubernetes.host"),
+        ('image = "a"\npatches = ["absent.yaml"]', "kubernetes.patches"),
+        ('image = "a"\n[service]\ntoken = "0123456789abcdef0123456789abcdef"', "service.token"),
+        ('image = "a"', "kubectl"),
+    ],
+)
+def test_a_wrong_table_is_refused_by_name(lines: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"[kubernetes]\n{lines}\n")
+    done = dora(
+        "up", "--dry-run", "--file", str(tmp_path / "run.toml"), environment={"PATH": "", "HOME": str(tmp_path)}
+    )
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) <= 2, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------- pods
+
+
+@needs_kubectl
+@pytest.mark.skipif(
+    not BWRAP.is_file(), reason="there is no bubblewrap: `make slurm` fetches it from Debian's packages"
+)
+@pytest.mark.skipif(os.getuid() != 0, reason="a network namespace and another user need root")
 def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: Path, tiny_dense: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump_all(adapted(planned(tmp_path / "run.toml"))))
+    """Each group comes once, although a host's pod and the service's are deleted and come again."""
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump_all(adapted(planned(tmp_path, RUN))))
     command = ["unshare", "--net", sys.executable, "-m", "tests.clusters.pods_run", str(tmp_path), str(tiny_dense)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     names = [name for step in seen["groups"] for name in step]
     assert len(names) == len(set(names)) == 12, "each group comes once"
     assert seen["staleness"][-1] <= 1 and seen["versions_of_one"] == 1 and seen["lost"] == [0, 0]
-    assert seen["asked"][-2:] == [200, 8]
-    for ended in (seen["host"], seen["service"]):
-        assert not ended["killed"] and ended["prestop_code"] in (0, None), ended
-    assert seen["host"]["prestop_code"] == 0, "the host was drained"
+    assert seen["asked"][-2:] == [200, 200], "an agent's session went on"
+    assert not seen["host"]["killed"] and seen["host"]["prestop_code"] == 0, seen["host"]
+    assert not seen["service"]["killed"] and set(seen["restarts"].values()) == {0}, seen
     found = seen["container"]
     assert found["uid"] == "10001" and int(found["capabilities"], 16) == 0 and found["no_new_privileges"] == "1"
     assert found["root"] == "ro" and "size=1048576k" in found["shm"]
 
 
 def adapted(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The manifests for commands that have no probes and no --within yet."""
     for each in objects:
         for container in each.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
-            host = each["metadata"]["name"] == "dora-host"
-            container["args"] = [a for a in container["args"] if not (host and a.startswith("--metrics"))]
+            container["args"] = [each for each in container["args"] if not each.startswith(("--probes", "--notice-s"))]
             for action in container.get("lifecycle", {}).values():
                 action["exec"]["command"][-1] = action["exec"]["command"][-1].replace(' --within "$DRAIN_S"', "")
-            for probe in ("startup", "liveness", "readiness"):
-                if host:
-                    container.pop(f"{probe}Probe", None)
-                elif f"{probe}Probe" in container:
-                    get = container[f"{probe}Probe"].pop("httpGet")
-                    container[f"{probe}Probe"]["tcpSocket"] = {"port": get["port"]}
+            for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+                get = container.get(name, {}).pop("httpGet", None)
+                if get and get["port"] != "probes":
+                    container[name]["tcpSocket"] = {"port": get["port"]}
+                else:
+                    container.pop(name, None)
     return objects
+
+
+# ---------------------------------------------------------------------------------------------------------- API server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    if not kubernetes_api.is_there():
+        pytest.skip("there is no API server: `make kubernetes` builds it from Debian's sources")
+    with ApiServer(tmp_path_factory.mktemp("kubernetes") / "api") as started:
+        yield started
+
+
+class Run:
+    """A run of its own namespace."""
+
+    def __init__(self, server: ApiServer, folder: Path, namespace: str, more: str = "") -> None:
+        self.server, self.namespace, self.file = server, namespace, folder / "run.toml"
+        self.text = f'[kubernetes]\nimage = "dora:test"\npatches = {json.dumps(list(OLD))}\n'
+        for name, text in OLD.items():
+            (folder / name).write_text(text)
+        self.change(more)
+
+    def change(self, more: str) -> None:
+        self.file.write_text(f'{self.text}namespace = "{self.namespace}"\n{more}\n')
+
+    def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return dora(*arguments, "--file", str(self.file), environment=self.server.environment)
+
+    def parts(self, done: subprocess.CompletedProcess[str]) -> list[str]:
+        assert done.returncode == 0, done.stderr
+        return [job["part"] for job in json.loads(done.stdout)]
+
+    def left(self) -> list[str]:
+        kinds = "all,configmaps,secrets,persistentvolumeclaims,roles,rolebindings,serviceaccounts"
+        return self.server.names(kinds, self.namespace)
+
+
+@pytest.mark.full
+@needs_kubectl
+def test_a_real_api_server_starts_scales_and_ends_a_run(server: ApiServer, tmp_path: Path) -> None:
+    server.kubectl("create", "namespace", "life")
+    run = Run(server, tmp_path, "life", "hosts = 2\nfronts = 1")
+    assert run.parts(run.dora("up", "--json")) == ["service", "front", "host", "host"]
+    again = run.dora("up")
+    assert again.returncode == 2 and "dora-service-0" in again.stderr, "one state has one service"
+    assert run.parts(run.dora("scale", "4", "--json")).count("host") == 4
+    server.kubectl("create", "rolebinding", "test", "--role=dora-scaler", "--group=scalers", "--namespace=life")
+    run.change("context = 'scaler'")
+    assert run.parts(run.dora("scale", "1", "--json")).count("host") == 1, "the Role suffices"
+    refused = run.dora("down")
+    assert refused.returncode == 2 and "orbidden" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    run.change("")
+    tokens = server.kubectl("get", "secret", "dora-tokens", "--namespace=life", "--output=jsonpath={.data}")
+    assert run.dora("down").returncode == 0
+    assert run.left() == ["persistentvolumeclaim/state-dora-service-0", "secret/dora-tokens"]
+    assert run.parts(run.dora("up", "--hosts", "0", "--json")) == ["service"]
+    assert server.kubectl("get", "secret", "dora-tokens", "--namespace=life", "--output=jsonpath={.data}") == tokens
+    assert run.dora("down").returncode == 0
+
+
+@pytest.mark.full
+@needs_kubectl
+def test_a_real_api_server_refuses_and_nothing_stays(server: ApiServer, tmp_path: Path) -> None:
+    server.kubectl("create", "namespace", "small")
+    server.kubectl("create", "quota", "pods", "--hard=pods=2", "--namespace=small")
+    run = Run(server, tmp_path, "small", "hosts = 2")
+    for more, namespace, named in (
+        ("hosts = 2", "small", "exceeded quota"),
+        ("", "nowhere", "kubectl create namespace"),
+        ("context = 'reader'", "small", "ask for the role"),
+        ("context = 'nobody'", "small", "kubectl config get-contexts"),
+    ):
+        run.namespace = namespace
+        run.change(more)
+        done = run.dora("up")
+        assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    run.namespace = "small"
+    run.change("")
+    assert run.left() == []
+    assert run.parts(run.dora("up", "--json")) == ["service", "host"]
+    more = run.dora("scale", "2")
+    assert more.returncode == 2 and "exceeded quota" in more.stderr
+    assert run.parts(run.dora("status", "--json")) == ["service", "host"], "the number is the earlier one again"
+    assert run.dora("down").returncode == 0
