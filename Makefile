@@ -23,7 +23,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1
 	&& $(BIN)/python -m grpc_tools.protoc -I . --python_out=$(1) --pyi_out=$(1) $(SAMPLE_PROTO)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo fetched triton prometheus slurm ray chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
+.PHONY: help setup demo fetched triton prometheus slurm ray kubernetes chromium clients clients-if-had test test-all test-megatron test-v2 check-cuda experiments convergence stress chaos check lint types imports proto proto-check docs fmt clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,9 +57,12 @@ fetched: setup
 prometheus: setup
 	@$(BIN)/python -m tests.prometheus.fetch .prometheus-build || true
 
-# Where it cannot be had, the tests of `dora cluster` on Slurm are skipped with the reason.
+# Where they cannot be had, the tests of `dora cluster` on Slurm, or in pods of Kubernetes, are skipped with the reason.
 slurm: setup
-	@$(BIN)/python -m tests.clusters.fetch .slurm-build || true
+	@$(BIN)/python -m tests.clusters.fetch || true
+
+kubernetes: setup ## Kubernetes' API server, from Debian's sources, for tests of `dora cluster` (15 minutes, once)
+	@$(BIN)/python -m tests.clusters.build_api
 
 # Where it cannot be had, the tests of `dora cluster` on Ray are skipped with the reason.
 ray: setup

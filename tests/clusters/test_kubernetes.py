@@ -12,9 +12,12 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from dora.cluster.kubernetes import KubernetesTable
 from tests.clusters import kubernetes_api
+from tests.clusters.fetch import SCHEMAS
 from tests.clusters.kubernetes_api import ApiServer
 from tests.clusters.pods import BWRAP
+from tests.snippets import ROOT
 
 RUN: Final = """
 model = "/data/tiny"
@@ -80,7 +83,26 @@ def planned(folder: Path, text: str) -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all(done.stdout) if each]
 
 
+def printed_lines() -> tuple[str, list[str]]:
+    """The table and the commands of the section "On Kubernetes"."""
+    section = (ROOT / "docs" / "hosts.md").read_text().partition("## On Kubernetes\n")[2].partition("\n## ")[0]
+    table = section.partition("```toml\n")[2].partition("```")[0]
+    return table, [line.strip() for line in section.splitlines() if line.startswith("    ")]
+
+
 # --------------------------------------------------------------------------------------------------------- manifests
+
+
+@needs_kubectl
+def test_the_pages_table_makes_manifests(tmp_path: Path) -> None:
+    found = {(each["kind"], each["metadata"]["name"]): each for each in planned(tmp_path, printed_lines()[0])}
+    assert found["StatefulSet", "dora-host"]["spec"]["replicas"] == 4
+
+
+def test_the_readme_describes_every_setting() -> None:
+    text = (ROOT / "deploy" / "README.md").read_text()
+    for name, field in KubernetesTable.model_fields.items():
+        assert f"| `{name}` |" in text and f"| {field.description} |" in text, name
 
 
 @needs_kubectl
@@ -140,9 +162,20 @@ def test_groups_certificates_and_patches(tmp_path: Path) -> None:
 
 @needs_kubectl
 def test_the_manifests_fit_the_published_schemas(tmp_path: Path) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="`pip install kubernetes-validate` brings the schemas")
-    for each in planned(tmp_path, f"{RUN}tls = true\n"):
-        validate.validate(each, "1.35", strict=True)
+    if not (SCHEMAS / "kubernetes_validate").is_dir():
+        pytest.skip("there are no schemas: `make slurm` fetches them")
+    planned(tmp_path, f"{RUN}tls = true\n")
+    program = (
+        "import sys, yaml, kubernetes_validate\n"
+        "for each in yaml.safe_load_all(sys.stdin):\n"
+        "    kubernetes_validate.validate(each, sys.argv[1], strict=True)\n"
+    )
+    for version in ("1.30", "1.37"):
+        environment = {**os.environ, "PYTHONPATH": str(SCHEMAS)}
+        printed = dora("up", "--dry-run", "--file", str(tmp_path / "run.toml")).stdout
+        command = [sys.executable, "-c", program, version]
+        done = subprocess.run(command, input=printed, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -269,6 +302,25 @@ def test_a_real_api_server_starts_scales_and_ends_a_run(server: ApiServer, tmp_p
     assert run.parts(run.dora("up", "--hosts", "0", "--json")) == ["service"]
     assert server.kubectl("get", "secret", "dora-tokens", "--namespace=life", "--output=jsonpath={.data}") == tokens
     assert run.dora("down").returncode == 0
+
+
+@pytest.mark.full
+@needs_kubectl
+def test_the_pages_lines_work_as_printed(server: ApiServer, tmp_path: Path) -> None:
+    """From nothing to a run; the table has patches for the old API server beside it."""
+    table, commands = printed_lines()
+    assert len(commands) <= 10
+    for name, text in OLD.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "run.toml").write_text(f"{table}patches = {json.dumps(list(OLD))}\n")
+    environment = {**server.environment, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = "\n".join(["set -e", *commands, "echo token ${#DORA_TOKEN}"])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dora-service-0") == 3 and "dora-host-7" in done.stdout and "token 32" in done.stdout
+    assert server.names("pods") == []
 
 
 @pytest.mark.full

@@ -68,7 +68,9 @@ CLUSTER_COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "down": (cluster.down, cluster.DOWN),
     "follow": (cluster.follow, cluster.FOLLOW),
 }
-cluster_app = typer.Typer(cls=DoraGroup, no_args_is_help=True, help="Run on machines that Slurm or Ray gives out.")
+cluster_app = typer.Typer(
+    cls=DoraGroup, no_args_is_help=True, help="Run on machines that Slurm, Ray or Kubernetes gives out."
+)
 
 app = typer.Typer(
     name="dora",

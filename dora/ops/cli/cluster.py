@@ -24,7 +24,10 @@ FOLLOW = "dora cluster follow --file run.toml --address node7:7070 --token-file 
 FOLLOWED_S = 10.0
 
 FileOption = Annotated[
-    Path, typer.Option("--file", metavar="FILE", help="The run's configuration, with a table \\[slurm] or \\[ray].")
+    Path,
+    typer.Option(
+        "--file", metavar="FILE", help="The run's configuration, with a table \\[slurm], \\[ray] or \\[kubernetes]."
+    ),
 ]
 RayOption = Annotated[bool, typer.Option("--ray", help="On Ray, whatever tables the file has.")]
 
