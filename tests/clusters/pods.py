@@ -126,6 +126,14 @@ class Node:
         self._name_services()
         return Ending(code, said, pod.process.returncode or 0, killed, time.monotonic() - began_s)
 
+    def replace_secret(self, name: str, values: Mapping[str, str]) -> None:
+        """Changes a Secret, and its files in the pods that mount it."""
+        self.objects["Secret", name] = {**self.objects["Secret", name], "stringData": values}
+        for pod in self.pods.values():
+            for volume in pod.spec["volumes"]:
+                if volume.get("secret", {}).get("secretName") == name:
+                    self._volume(pod, volume)
+
     async def until_ready(self, *names: str) -> None:
         while not all(self.pods[name].is_ready for name in names):
             for name in names:

@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import struct
@@ -23,6 +24,7 @@ import yaml
 import dora
 from dora.client import Operator
 from dora.errors import DoraError
+from dora.rpc.roles import TokenGeneration
 from tests.clusters.pods import Node, node
 
 STEPS, GROUPS = 4, 3
@@ -74,11 +76,14 @@ async def run(found: Node, model: Path) -> dict[str, Any]:
             if len(steps) == STEPS:
                 break
     seen["asked"] = await asked
-    await until_hosts(tokens["operator"], *HOSTS)
+    rotated = {str(role): token for role, token in TokenGeneration.following(secrets.token_hex(32)).of.items()}
+    found.replace_secret("dora-tokens", {**tokens, **rotated})
+    await until_hosts(rotated["operator"], *HOSTS)
+    seen["shows_token"] = tokens["owner"] in found.pods["dora-service-0"].log
     seen["groups"] = [[group.group_id for group in step] for step in steps]
     seen["staleness"] = sorted({age for step in steps for group in step for age in group.staleness.tolist()})
     seen["versions_of_one"] = max(len(set(group.versions)) for step in steps for group in step)
-    async with Operator(ADDRESS, tokens["operator"]) as operator:
+    async with Operator(ADDRESS, rotated["operator"]) as operator:
         counters = (await operator.status()).counters
     seen["lost"] = [counters["groups_lost"], counters["c1_violations"]]
     seen["restarts"] = {pod.name: pod.restarts for pod in found.pods.values()}

@@ -224,6 +224,7 @@ def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: 
     assert seen["asked"][-2:] == [200, 200], "an agent's session went on"
     assert not seen["host"]["killed"] and seen["host"]["prestop_code"] == 0, seen["host"]
     assert not seen["service"]["killed"] and set(seen["restarts"].values()) == {0}, seen
+    assert not seen["shows_token"], "a pod's log can be read by those who may not read Secrets"
     found = seen["container"]
     assert found["uid"] == "10001" and int(found["capabilities"], 16) == 0 and found["no_new_privileges"] == "1"
     assert found["root"] == "ro" and "size=1048576k" in found["shm"]

@@ -241,7 +241,7 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
     from dora.orchestrator.device_sizes import placement_for, trainer_command
     from dora.orchestrator.guard import tls_of
 
-    command = trainer_command(placement_for(config.workers), handle.address)
+    command, file = trainer_command(placement_for(config.workers), handle.address), config.service.token_file
     if as_json:
         print_json(
             {
@@ -258,11 +258,13 @@ def _print_attach(handle: "ServiceHandle", config: Config, as_json: bool) -> Non
         sys.stdout.write(
             ATTACH.format(
                 address=handle.address,
-                token=handle.token,
+                token=f"$(cat {file})" if file else handle.token,
                 tls=GUARDED if tls_of(config) is not None else "",
                 ends=CARRIES_ON.format(state=config.service.state) if config.service.state else DRAINS,
                 trainer=TRAINER.format(command=command) if command else "",
-                roles="\n".join(f"  {role:<10} {token}" for role, token in others(handle).items()),
+                roles="\n".join(
+                    f"  {role:<10} {'dora token ' + role if file else token}" for role, token in others(handle).items()
+                ),
                 model=config.service.begin_from or config.model,
                 window=config.window.size,
                 workers=config.workers.count,
