@@ -222,7 +222,7 @@ def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: 
     assert len(names) == len(set(names)) == 12, "each group comes once"
     assert seen["staleness"][-1] <= 1 and seen["versions_of_one"] == 1 and seen["lost"] == [0, 0]
     assert seen["asked"][-2:] == [200, 200], "an agent's session went on"
-    assert not seen["host"]["killed"] and seen["host"]["prestop_code"] == 0, seen["host"]
+    assert not seen["host"]["killed"] and "is draining" in seen["host"]["prestop_said"], seen["host"]
     assert not seen["service"]["killed"] and set(seen["restarts"].values()) == {0}, seen
     assert not seen["shows_token"], "a pod's log can be read by those who may not read Secrets"
     found = seen["container"]
