@@ -134,6 +134,8 @@ class CostConfig(Section):
     step_s: StepSeconds = Field(description="k4: a step's other seconds")
     prefill_token_s: StepSeconds = Field(0.0, description="seconds for each prefilled token")
     copy_token_s: StepSeconds = Field(1e-5, description="seconds to copy a token's KV into a pool, or out of it")
+    state_s: StepSeconds = Field(0.0, description="a step's seconds for each running request's state; 0: there is none")
+    copy_state_s: StepSeconds = Field(0.0, description="seconds to copy a request's state into a pool, or out of it")
     expert_fraction: float = Field(1.0, ge=1e-6, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, le=1e4, description="extra k3 from uneven experts, times 1/sqrt(requests)")
     shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")
@@ -142,7 +144,7 @@ class CostConfig(Section):
         """Raises InvalidValue if a step takes no time: no forecast would be possible, and a simulated engine would
         generate without end at one moment. ``place`` names this section.
         """
-        if self.kv_token_s + self.weights_s + self.request_s + self.step_s <= 0.0:
+        if self.kv_token_s + self.weights_s + self.request_s + self.state_s + self.step_s <= 0.0:
             raise InvalidValue(f"{place}.step_s", self.step_s, "above 0 where k1, k2 and k3 are 0 too")
 
 

@@ -124,7 +124,7 @@ class Balance:
             if move.target == QUEUE:
                 handoff.send_back(state, move.row)
             elif move.target == POOL:
-                pool = state.pool_with(state.kv_of(move.row), source.host)
+                pool = state.pool_with(state.parked_kv_of(move.row), source.host)
                 if pool is not None:
                     handoff.begin(state, move.row, pool, self._reason)
             else:

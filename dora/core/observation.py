@@ -41,6 +41,7 @@ def view_of(state: State) -> View:
             log_mean=requests["log_mean"],
             log_sd=requests["log_sd"],
         ),
+        state_tokens=state.state_tokens,
         pools=tuple(pool.free for pool in state.pools.values()),
     )
 

@@ -146,6 +146,7 @@ class State:
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
         self.rates = Rates()
         self.freshness = Freshness(config.window.freshness)
+        self.state_tokens = 0  # tokens whose KV is as large as a request's state, as the last worker said
         self.out: list[Command] = []
         self.now_s = 0.0
         # prompts
@@ -451,6 +452,10 @@ class State:
         if left := int(requests["left"][row]):
             return left
         return int(requests["prompt_tokens"][row] + requests["tokens"][row] - requests["input_tokens"][row])
+
+    def parked_kv_of(self, row: int) -> int:
+        """The room in a pool, in tokens of KV, of a request with its state."""
+        return self.kv_of(row) + self.state_tokens
 
     def idles(self, row: int) -> None:
         """Notes that a turn of a session has ended."""

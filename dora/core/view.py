@@ -66,6 +66,7 @@ class View:
     backlog_longest: Column  # float64, ascending: predicted longest response of each offered prompt
     workers: WorkerColumns
     requests: RequestColumns
+    state_tokens: int = 0  # room of a request's state in a pool, beside its context
     pools: tuple[int, ...] = ()  # room of each pool in tokens of KV; (): there is no pool
 
     def admits(self, version: int) -> bool:

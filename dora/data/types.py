@@ -221,8 +221,14 @@ class EngineCapability:
     vocab_size: int
     dtype: str
     kv_token_bytes: int = 0  # KV of one token, rounded up; 0: not known
+    state_bytes: int = 0  # of one request, of the layers that keep a state
     tensor_parallel: int = 1  # ranks that share each layer
     pipeline_parallel: int = 1  # stages, each of so many ranks
+
+    @property
+    def state_tokens(self) -> int:
+        """The tokens whose KV is as large as a request's state; 0: there is none."""
+        return -(-self.state_bytes // self.kv_token_bytes) if self.kv_token_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1564,7 +1564,7 @@ class CopyBegan(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel", "takes_start_requests", "hosts", "held")
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel", "takes_start_requests", "hosts", "held", "state_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -1583,6 +1583,7 @@ class WorkerHello(_message.Message):
     TAKES_START_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     host: str
@@ -1601,7 +1602,8 @@ class WorkerHello(_message.Message):
     takes_start_requests: bool
     hosts: HostedVersion
     held: _containers.RepeatedCompositeFieldContainer[HeldRequest]
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., takes_start_requests: _Optional[bool] = ..., hosts: _Optional[_Union[HostedVersion, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ...) -> None: ...
+    state_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., takes_start_requests: _Optional[bool] = ..., hosts: _Optional[_Union[HostedVersion, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class HostedVersion(_message.Message):
     __slots__ = ("version", "name")

@@ -35,7 +35,7 @@ class BaseEngine(Generic[Live], ABC):
 
     def __init__(self, capability: EngineCapability, layout: KvLayout, canary_bound: CanaryBound) -> None:
         token_bytes = -(-layout.block_bytes // layout.block_tokens)
-        self._capability = replace(capability, kv_token_bytes=token_bytes)
+        self._capability = replace(capability, kv_token_bytes=token_bytes, state_bytes=layout.state_bytes)
         self._layout = layout
         self._canary_bound = canary_bound
         self._version: int | None = None

@@ -58,3 +58,10 @@ def test_where_no_engine_was_profiled_a_long_response_is_parked_and_a_pool_that_
         assert cheapest(cost, 4000, 60.0, slot=False, pool=True) is Choice.PARK
         assert cheapest(cost, 4000, 60.0, slot=False, pool=False) is Choice.REPREFILL
         assert cheapest(cost, 4000, 0.02, slot=False, pool=True) is Choice.STAY
+
+
+def test_a_state_costs_a_short_context_as_much_as_a_long_one() -> None:
+    cost = replace(TYPICAL, copy_token_s=1e-5, copy_state_s=1e-2)
+    assert cheapest(cost, 400, 60.0, slot=False, pool=True) is Choice.REPREFILL
+    assert cheapest(replace(cost, copy_state_s=0.0), 400, 60.0, slot=False, pool=True) is Choice.PARK
+    assert cheapest(cost, 4000, 60.0, slot=False, pool=True) is Choice.PARK

@@ -1,5 +1,6 @@
 """Models and accelerators that plans know: KV, weights, rooflines, what fits."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,6 +28,7 @@ def test_kv_and_weights_follow_from_the_architecture() -> None:
         "qwen2.5-32b": 262_144,
         "qwen2.5-72b": 327_680,
         "qwen3-30b-a3b": 98_304,
+        "qwen3-next-80b-a3b": 24_576,
         "longcat-flash": 64_512,
     }
     assert MODELS["qwen2.5-32b"].weights_bytes == pytest.approx(CLUSTER.weights_bytes, rel=1e-3)
@@ -49,6 +51,18 @@ def test_an_accelerator_has_the_figures_of_its_data_sheet(
     assert part.flops == pytest.approx(tflops * 1e12)
     assert part.memory_bytes == pytest.approx(memory_gb * 1e9)
     assert part.bandwidth_bytes_per_s == pytest.approx(bandwidth_gb_per_s * 1e9)
+
+
+def test_a_state_costs_each_request_the_same_and_takes_room_from_the_kv() -> None:
+    hybrid, h800 = MODELS["qwen3-next-80b-a3b"], HARDWARE["h800"]
+    assert hybrid.state_bytes / hybrid.kv_token_bytes == 1_608
+    attention = replace(hybrid, kv_layers=0, state_bytes=0)
+    costs = [CostModel.of(coefficients(model, h800, 4)) for model in (hybrid, attention)]
+    short, long = ([cost.decode_step_s(1, tokens) for cost in costs] for tokens in (1, 100_000))
+    assert short[0] > short[1] and long[0] < long[1]
+    without = kv_tokens(hybrid, h800, 4)
+    assert without - kv_tokens(hybrid, h800, 4, 256) == pytest.approx(256 * 1_608, abs=1)
+    assert without > 4 * kv_tokens(attention, h800, 4) - 4
 
 
 def test_the_roofline_meets_its_calibration() -> None:

@@ -310,3 +310,18 @@ def test_beside_a_pool_an_operator_sends_no_request_onto_taken_slots() -> None:
     bench.post(on.PoolLost("pool-0", 1, "killed"))
     bench.post(on.MigrationRequested("g0.0", "w1"))
     assert bench.sent(do.ReserveSlot, "w1"), "without a pool it may queue there"
+
+
+def test_a_parked_state_takes_the_room_of_so_many_tokens_and_no_blocks_at_a_worker() -> None:
+    full = PoolBench(kv_tokens=41)
+    full.state.state_tokens = 30
+    with pytest.raises(Conflict, match="room for 42 tokens"):
+        full.ask()
+    bench = PoolBench(kv_tokens=50)
+    bench.state.state_tokens = 30
+    bench.park()
+    assert bench.pool.free == 8 and view_of(bench.state).state_tokens == 30
+    assert {command.kv_tokens for command in bench.given(do.ReserveSlot)} == {12}
+    bench.freeze(do.CopyOut)
+    bench.answer(bench.given(do.CopyIn)[-1])
+    assert not bench.parked and bench.pool.free == 50

@@ -1,5 +1,7 @@
 """Plans park requests on workers that are wanted, and those that a full engine would preempt."""
 
+from dataclasses import replace
+
 import pytest
 
 from dora.config import BalanceConfig
@@ -38,6 +40,11 @@ def test_a_pool_that_is_full_costs_a_prefill_and_a_response_that_ends_soon_stays
     targets = {0: 1, 1: 0}
     assert moved(wanted((70, 20)), targets) == {Move(0, QUEUE), Move(1, POOL)}
     assert moved(wanted((1000,), remaining=2), targets) == set()
+
+
+def test_a_request_whose_state_finds_no_room_in_a_pool_is_prefilled_again() -> None:
+    view = replace(wanted((170,)), state_tokens=80)
+    assert moved(view, {0: 1, 1: 0}) == {Move(0, QUEUE), Move(1, POOL)}
 
 
 def full(pools: tuple[int, ...]) -> View:

@@ -231,7 +231,7 @@ def test_the_plan_changes_the_split() -> None:
     [
         ((), "dora-64"),
         (("--preset", "dora65"), "did you mean dora-64? One of dora-64, dora-128"),
-        (("--preset", "zebra"), "one of dora-64, dora-128, longcat-4096, fleet-1024, agent-64, agent-1024"),
+        (("--preset", "zebra"), "one of dora-64, dora-128, longcat-4096, fleet-1024, agent-64, agent-1024, hybrid-64"),
         (("--preset", "small", "--policy", "stale"), "is not valid: did you mean staleflow? One of sync, one_step"),
         (("--preset", "small", "--policy", "sync", "--window", "3"), "by the definition of sync"),
         (("--preset", "small", "--policy", "streamrl", "--window", "3"), "1 to 2, by the definition of streamrl"),

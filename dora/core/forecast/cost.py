@@ -15,6 +15,9 @@ fullest of its expert-parallel ranks:
 The first term assumes that tokens choose their experts independently and evenly. With ``n`` such choices the fullest
 rank's share differs from the mean by sqrt(n), hence the second term. A dense model has an ``expert_fraction`` of 1 and
 an ``imbalance`` of 0.
+
+Layers that keep a state instead of KV read and write it once per request, however long its context is. They add a term
+of ``state_s * n``, and a copy of a request takes ``copy_state_s`` besides the time of its KV.
 """
 
 from dataclasses import dataclass
@@ -36,6 +39,8 @@ class CostModel:
     step_s: float  # k4: seconds of a step for everything else
     prefill_token_s: float = 0.0  # seconds per token whose KV is computed in one prefill
     copy_token_s: float = 1e-5  # seconds per token whose KV is copied into or out of a pool: 25 GB/s, 256 KiB each
+    state_s: float = 0.0  # seconds of a step per running request, to read and write its state
+    copy_state_s: float = 0.0  # seconds to copy a request's state into or out of a pool
     expert_fraction: float = 1.0  # share of the unshared weights that one token reads: its experts; 1: dense
     imbalance: float = 0.0  # k3 grows by this share with one running request, and by its 1/sqrt(n) with n
     shared_fraction: float = 0.0  # share of all weights that every token reads: attention, embeddings, shared experts
@@ -54,7 +59,7 @@ class CostModel:
             return 0.0
         read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, running)
         compute_s = self.request_s * running * (1.0 + self.imbalance / running**0.5)
-        return max(read_s, compute_s) + self.step_s
+        return max(read_s, compute_s) + self.state_s * running + self.step_s
 
     def decode_step_s(self, running: int, kv_tokens: float) -> float:
         """Seconds of one decode step (eq. 11)."""

@@ -40,6 +40,7 @@ class Board:
 
     def __init__(self, view: View, targets: Mapping[int, int]) -> None:
         self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
+        self._state_tokens = view.state_tokens
         self.pools = sorted(view.pools)  # free KV of each pool, the largest last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
@@ -93,7 +94,7 @@ class Board:
         if not self.pools:
             return Choice.STAY
         kv_tokens = float(self.context[row])
-        choice = cheapest(self.cost, kv_tokens, held_up_s, slot=False, pool=self.pools[-1] >= kv_tokens)
+        choice = cheapest(self.cost, kv_tokens, held_up_s, slot=False, pool=self._fits_pool(row))
         if choice is Choice.PARK:
             self._park(row)
         elif choice is Choice.REPREFILL:
@@ -117,15 +118,17 @@ class Board:
         for row in rows[np.argsort(self.context[rows], kind="stable")].tolist():
             if self.kv[index] <= kv_most or self.assigned[index] <= 1:
                 return
-            context = float(self.context[row])
-            room = bool(self.pools) and self.pools[-1] >= context
-            if cheapest(self.cost, context, inf, slot=False, pool=room) is not Choice.PARK:
+            room = bool(self.pools) and self._fits_pool(row)
+            if cheapest(self.cost, float(self.context[row]), inf, slot=False, pool=room) is not Choice.PARK:
                 return
             if row not in self._to:
                 self._park(row)
 
+    def _fits_pool(self, row: int) -> bool:
+        return bool(self.pools[-1] >= self.context[row] + self._state_tokens)
+
     def _park(self, row: int) -> None:
-        insort(self.pools, self.pools.pop() - int(self.context[row]))
+        insort(self.pools, self.pools.pop() - int(self.context[row]) - self._state_tokens)
         self.take_off(row)
         self._to[row] = POOL
 

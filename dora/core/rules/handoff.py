@@ -42,7 +42,8 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
 
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
     """Asks ``target`` to accept a parked request that has just left its queue. ``reason`` is one of REASONS."""
-    _begin(state, HandoffKind.RESUME, row, pool, target, int(state.requests["claim"][row]), reason)
+    kv_tokens = max(state.kv_of(row), int(state.requests["claim"][row]) - state.state_tokens)
+    _begin(state, HandoffKind.RESUME, row, pool, target, kv_tokens, reason)
 
 
 def carry(state: State, row: int, pool: Pool, target: Pool) -> None:
@@ -53,13 +54,14 @@ def carry(state: State, row: int, pool: Pool, target: Pool) -> None:
 
 
 def _begin(
-    state: State, kind: HandoffKind, row: int, source: Worker | Pool, target: Worker | Pool, claim: int, reason: str
+    state: State, kind: HandoffKind, row: int, source: Worker | Pool, target: Worker | Pool, kv_tokens: int, reason: str
 ) -> None:
     request_id = state.request_id[row]
     handoff = Handoff(row, request_id, source.worker_id, target.worker_id, state.now_s, kind, reason=reason)
     state.handoffs[row] = handoff
     state.requests["moving"][row] = True
     target.inbound += 1
+    claim = kv_tokens + (state.state_tokens if isinstance(target, Pool) else 0)
     target.kv_claimed += claim
     if isinstance(target, Worker):
         state.loads.changed(target.index)
@@ -71,7 +73,7 @@ def _begin(
         state.command_id(),
         request_id,
         int(state.requests["version"][row]),
-        claim,
+        kv_tokens,
     )
     state.requests["claim_inbound"][row] = claim
     state.send(reserve, handoff)
@@ -110,8 +112,8 @@ def requested(state: State, event: on.MigrationRequested) -> None:
         _check_worker(state, row, target)
     elif pool is not None:
         raise Conflict("--to", event.target_worker, "a worker: the request is parked already", why="is a pool")
-    elif target.free < state.kv_of(row):
-        allowed = f"a pool with room for {state.kv_of(row):,} tokens of KV"
+    elif target.free < (needed := state.parked_kv_of(row)):
+        allowed = f"a pool with room for {needed:,} tokens of KV"
         raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
     if pool is None:
         begin(state, row, target, Trigger.OPERATOR.value)
@@ -304,9 +306,9 @@ def _commit(state: State, handoff: Handoff) -> None:
 
 
 def _parked_tokens(state: State, handoff: Handoff) -> int:
-    """KV tokens of a frozen request; its worker may have reported fewer."""
+    """A frozen request's room in a pool, in tokens of KV; its worker may have reported fewer."""
     row = handoff.row
-    return max(state.kv_of(row), int(state.requests["prompt_tokens"][row]) + handoff.tokens)
+    return max(state.kv_of(row), int(state.requests["prompt_tokens"][row]) + handoff.tokens) + state.state_tokens
 
 
 def _has_room(state: State, handoff: Handoff) -> bool:

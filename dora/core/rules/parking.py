@@ -23,7 +23,7 @@ def joined(state: State, event: on.PoolJoined) -> None:
     for request_id, tokens in event.requests.items():
         row = state.request_row.get(request_id)
         if row is not None and _parks_again(state, row, pool, tokens):
-            state.park(row, pool, state.kv_of(row))
+            state.park(row, pool, state.parked_kv_of(row))
         else:
             state.send(do.RemoveRequest(pool.pool_id, pool.epoch, state.command_id(), request_id))
     state.worklist.wake()
@@ -37,7 +37,8 @@ def _parks_again(state: State, row: int, pool: Pool, tokens: int) -> bool:
         state.requests[name][row] for name in ("status", "input_tokens", "moving", "pool", "worker")
     )
     waits = status in (WAITING, IDLE) and not (moving or of_pool or worker)
-    return bool(waits) and tokens == state.requests["tokens"][row] - input_tokens and state.kv_of(row) <= pool.free
+    has_all = tokens == state.requests["tokens"][row] - input_tokens
+    return bool(waits) and has_all and state.parked_kv_of(row) <= pool.free
 
 
 def lost(state: State, event: on.PoolLost) -> bool:

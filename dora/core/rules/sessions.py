@@ -316,7 +316,7 @@ def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, d
     """
     context = state.kv_of(row)
     target = _roomiest(state, row, worker, context) if moves else None
-    pool = state.pool_with(context, worker.host)
+    pool = state.pool_with(state.parked_kv_of(row), worker.host)
     if (target or pool) and len(state.handoffs) >= state.config.balance.moves_at_once:
         return False  # it goes when others have arrived
     choice = cheapest(state.cost, context, inf, slot=target is not None, pool=pool is not None)

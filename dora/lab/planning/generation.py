@@ -78,7 +78,8 @@ def bound_s(
     one_read, full_read = (read_share(cost.expert_fraction, cost.shared_fraction, batch) for batch in (1, slots))
     read_s = cost.weights_s * max(one_read * steps, full_read * n_tokens / slots)
     compute_s = cost.request_s * n_tokens * (1.0 + cost.imbalance / slots**0.5)
-    return (cost.kv_token_s * c_tokens + max(read_s, compute_s) + cost.step_s * steps) / engines
+    state_s = cost.state_s * n_tokens
+    return (cost.kv_token_s * c_tokens + max(read_s, compute_s) + state_s + cost.step_s * steps) / engines
 
 
 def generation(
@@ -148,11 +149,11 @@ def engine_options(
         options = tuple(
             EngineOption(gpus, CostModel.of(coefficients(model, hardware, gpus)), slots, held)
             for gpus in tried
-            if (held := kv_tokens(model, hardware, gpus)) >= needed
+            if (held := kv_tokens(model, hardware, gpus, slots)) >= needed
         )
         if options:
             return options
-    needed_bytes = model.weights_bytes + needed * model.kv_token_bytes
+    needed_bytes = model.weights_bytes + needed * model.kv_token_bytes + slots * model.state_bytes
     least = math.ceil(needed_bytes / (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES))
     raise InvalidValue(
         "gpus_per_engine",
@@ -176,7 +177,7 @@ def _decode_step_s(cost: CostModel, batch: float, context: float) -> float:
 
 
 def _check_engine(cost: CostModel | CostConfig, slots: int, kv_tokens: int) -> None:
-    for field in ("kv_token_s", "weights_s", "request_s", "step_s", "imbalance"):
+    for field in ("kv_token_s", "weights_s", "request_s", "state_s", "step_s", "imbalance"):
         value = getattr(cost, field)
         if not 0.0 <= value < math.inf:
             raise InvalidValue(f"cost.{field}", value, "a finite number of 0 or more")

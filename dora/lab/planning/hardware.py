@@ -42,6 +42,7 @@ def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> CostConfig:
         weights_s=model.weights_bytes / (bandwidth * WEIGHTS_EFFICIENCY),
         request_s=token_flop / (flops * DECODE_EFFICIENCY),
         step_s=model.layers * (LAYER_S + (LAYER_REDUCE_S if gpus > 1 else 0.0)),
+        state_s=2 * model.state_bytes / (bandwidth * KV_EFFICIENCY),  # read and written
         prefill_token_s=token_flop / (flops * PREFILL_EFFICIENCY),
         expert_fraction=model.expert_fraction,
         shared_fraction=model.shared_fraction,
@@ -49,7 +50,10 @@ def coefficients(model: ModelSpec, hardware: Hardware, gpus: int) -> CostConfig:
     )
 
 
-def kv_tokens(model: ModelSpec, hardware: Hardware, gpus: int) -> int:
-    """The KV capacity in tokens of an engine on ``gpus`` accelerators; 0 if the weights leave no room."""
-    free_bytes = (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES) * gpus - model.weights_bytes
+def kv_tokens(model: ModelSpec, hardware: Hardware, gpus: int, slots: int = 0) -> int:
+    """The KV capacity in tokens of an engine on ``gpus`` accelerators; 0 if the weights, and the states of ``slots``
+    requests, leave no room.
+    """
+    taken_bytes = model.weights_bytes + slots * model.state_bytes
+    free_bytes = (hardware.memory_bytes * MEMORY_SHARE - RESERVE_BYTES) * gpus - taken_bytes
     return max(0, int(free_bytes / model.kv_token_bytes))

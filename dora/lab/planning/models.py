@@ -20,13 +20,15 @@ class ModelSpec:
     name: str
     parameters: float  # total
     active_parameters: float  # used by one token; equal to ``parameters`` for a dense model
-    layers: int  # attention layers
+    layers: int  # with attention, or a state in its place
     hidden_dim: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
     ffn_dim: int = 0  # of the dense feed-forward network beside each attention, the mean over layers; 0: none
+    kv_layers: int = 0  # layers that have KV, where the others keep a state; 0: all
+    state_bytes: int = 0  # of a request, in those others
     value_dim: int = 0  # 0: as ``head_dim``
     latent_dim: int = 0  # values per layer that latent attention stores of one token
     experts: int = 0  # that a token can choose from in one block; 0: a dense model
@@ -43,7 +45,7 @@ class ModelSpec:
     @property
     def kv_token_bytes(self) -> int:
         """KV of one token over all layers."""
-        return self.layers * (self.latent_dim or 2 * self.kv_heads * self.head_dim) * VALUE_BYTES
+        return (self.kv_layers or self.layers) * (self.latent_dim or 2 * self.kv_heads * self.head_dim) * VALUE_BYTES
 
     @property
     def expert_fraction(self) -> float:
@@ -122,6 +124,23 @@ MODELS: Final[Mapping[str, ModelSpec]] = {
             experts=128,
             experts_per_token=8,
             expert_dim=768,
+        ),
+        ModelSpec(
+            "qwen3-next-80b-a3b",
+            79.67e9,
+            3.87e9,
+            48,
+            2048,
+            16,
+            2,
+            256,
+            151_936,
+            ffn_dim=512,
+            kv_layers=12,
+            state_bytes=36 * (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * VALUE_BYTES,
+            experts=512,
+            experts_per_token=10,
+            expert_dim=512,
         ),
         ModelSpec(
             "longcat-flash",

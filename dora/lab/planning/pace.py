@@ -107,7 +107,8 @@ def pace(model: ModelSpec, hardware: Hardware, batch: Batch, replica: Replica, e
 def _forward_flop(model: ModelSpec, batch: Batch, stage: PipelineStage) -> float:
     """Operations of one token in one stage: two per weight, and score and value of each token it attends to."""
     values = model.heads * (model.head_dim + (model.value_dim or model.head_dim))
-    layer_flop = 2 * model.layer_active_parameters + 2 * values * batch.context_tokens
+    attending = (model.kv_layers or model.layers) / model.layers
+    layer_flop = 2 * model.layer_active_parameters + 2 * values * batch.context_tokens * attending
     return stage.layers * layer_flop + (2 * model.embedding_parameters if stage.logits else 0)
 
 

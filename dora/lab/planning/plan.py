@@ -125,5 +125,5 @@ def _options(question: Question) -> tuple[EngineOption, ...]:
         return options
     if not gpus:
         raise InvalidValue("gpus_per_engine", gpus, "that of the engine whose cost was measured")
-    held = kv_tokens(question.model, question.rollout_hardware, gpus)
+    held = kv_tokens(question.model, question.rollout_hardware, gpus, question.slots)
     return (EngineOption(gpus, question.cost, question.slots, held),)

@@ -48,10 +48,14 @@ class WorkerDriver(Agenda, ABC):
     def target_of(self, command: do.CopyOut) -> str:
         """The worker or pool that receives the copy."""
 
-    def copy_s(self, source: str, target: str, tokens: int) -> float:
-        """Seconds to copy the KV of ``tokens`` between two engines, or into or out of a pool."""
+    def copy_s(self, source: str, target: str, tokens: int, *, is_last: bool = False) -> float:
+        """Seconds to copy the KV of ``tokens`` between two engines, or into or out of a pool. A request's state goes
+        with the last of its KV.
+        """
+        cluster = self.scenario.cluster
         links = self._pool_links if source in self.pools or target in self.pools else self._links
-        return links.copy_s(source, target, tokens * self.scenario.cluster.kv_token_bytes, self.now_s)
+        size_bytes = tokens * cluster.kv_token_bytes + is_last * cluster.state_bytes
+        return links.copy_s(source, target, size_bytes, self.now_s)
 
     def load_s(self) -> float:
         return self.scenario.cluster.load_s

@@ -127,8 +127,9 @@ def _tail_tokens(workload: Workload, shapes: Sequence[TaskShape], responses: flo
 
 
 def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
-    free = replace(cost, kv_token_s=0.0, weights_s=0.0, request_s=0.0, step_s=0.0)
-    for name in ("kv_token_s", "weights_s", "request_s", "step_s"):
+    names = ("kv_token_s", "weights_s", "request_s", "state_s", "step_s")
+    free = replace(cost, **dict.fromkeys(names, 0.0))
+    for name in names:
         yield name, replace(free, **{name: getattr(cost, name)})
 
 

@@ -73,6 +73,7 @@ class Cluster(Section):
     slots: Count = Field(256, description="requests one engine decodes at once")
     kv_tokens: KvTokens = Field(772_000, description="KV cache of one engine")
     kv_token_bytes: TokenBytes = Field(262_144.0, description="KV size of one token")
+    state_bytes: Bytes = Field(0.0, description="state of one request, of layers that keep one; 0: all have KV")
     gpu_memory_bytes: Bytes = Field(80e9, description="memory of one accelerator, 0: not checked")
     weights_bytes: PositiveBytes = Field(
         65.5e9, description="weights of one engine, for that check alone: load_s is their time"
@@ -99,6 +100,11 @@ class Cluster(Section):
         return self.gpus if self.colocated else self.gpus - self.rollout_gpus
 
     @property
+    def state_tokens(self) -> int:
+        """The tokens whose KV is as large as a request's state."""
+        return ceil(self.state_bytes / self.kv_token_bytes)
+
+    @property
     def memory_bytes(self) -> float:
         """The memory of one engine, 0 if not checked."""
         return self.gpu_memory_bytes * self.gpus_per_engine
@@ -111,7 +117,7 @@ class Cluster(Section):
             raise InvalidValue("cluster.cost.step_s", self.cost.step_s, allowed)
         if 0.0 < self.gpu_memory_bytes < 1.0:
             raise InvalidValue("cluster.gpu_memory_bytes", self.gpu_memory_bytes, "0, or at least 1")
-        needed_bytes = self.weights_bytes + self.kv_tokens * self.kv_token_bytes
+        needed_bytes = self.weights_bytes + self.kv_tokens * self.kv_token_bytes + self.slots * self.state_bytes
         if 0.0 < self.memory_bytes < needed_bytes:
             least = ceil(needed_bytes / self.gpu_memory_bytes)
             held = f"{self.weights_bytes / 1e9:.1f} GB of weights and the KV of {self.kv_tokens:,} tokens"

@@ -32,7 +32,7 @@ class WorkerWorld(Protocol):
     bad_weights: set[int]
 
     def target_of(self, command: do.CopyOut) -> str: ...
-    def copy_s(self, source: str, target: str, tokens: int) -> float: ...
+    def copy_s(self, source: str, target: str, tokens: int, *, is_last: bool = False) -> float: ...
     def load_s(self) -> float: ...
 
 
@@ -238,4 +238,4 @@ class SimWorker:
             self.engine.add(replace(snapshot.request, cached=True))
             return done
 
-        return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.left_tokens), copied)
+        return Later(world.copy_s(snapshot.source, self.worker_id, snapshot.left_tokens, is_last=True), copied)

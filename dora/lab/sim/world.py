@@ -37,7 +37,9 @@ Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the eve
 
 def core_config(scenario: Scenario, stall_timeout_s: float = 0.0, trainer_stall_timeout_s: float = 0.0) -> Config:
     cluster = scenario.cluster
-    known = cluster.cost.model_copy(update={"copy_token_s": cluster.kv_token_bytes / cluster.pool_bytes_per_s})
+    copies = {"copy_token_s": cluster.kv_token_bytes, "copy_state_s": cluster.state_bytes}
+    seconds = {name: size / cluster.pool_bytes_per_s for name, size in copies.items()}
+    known = cluster.cost.model_copy(update=seconds)
     balance = scenario.balance.model_copy(update={"cost": scenario.balance.cost or known})
     # an endless window exceeds the limit of a service
     freshness = scenario.window.freshness if partial.has_versions(scenario.balance.policy) else 0.0
@@ -186,14 +188,14 @@ class World(WorkerDriver):
         worker.engine.clock_s = self.now_s
         worker.engine.paused = self.trainer.holds_gpus
         self.workers[worker_id] = worker
-        host = self.host_of(worker_id)
-        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host))
+        joined = on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, self.host_of(worker_id))
+        self.post(replace(joined, state_tokens=cluster.state_tokens))
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
 
     def join_pool(self, pool_id: str) -> SimPool:
         self._epochs += 1
-        pool = SimPool.of(pool_id, self._epochs, self.cost, self.scenario.cluster.pool_tokens)
+        pool = SimPool.of(pool_id, self._epochs, self.cost, self.scenario.cluster)
         pool.engine.clock_s = self.now_s
         self.pools[pool_id] = pool
         self.post(on.PoolJoined(pool_id, pool.epoch, pool.kv_tokens, self.host_of(pool_id)))

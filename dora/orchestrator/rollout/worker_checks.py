@@ -30,6 +30,7 @@ _REASON_MAX: Final = 2000  # characters of a KV transport's error
 _TEXT_MAX: Final = 256  # characters of a host's name, a fingerprint, a dtype
 HELD_MAX: Final = 1 << 17  # requests of one worker or pool
 KV_TOKEN_BYTES_MAX: Final = 1 << 40
+STATE_BYTES_MAX: Final = 1 << 40
 _TOTAL_MAX: Final = 1 << 53  # of a worker's counters: a larger integer is not exact as a double
 
 
@@ -49,6 +50,7 @@ def checked_hello(hello: pb.WorkerHello, config: Config, vocab_size: int) -> Eng
         ("tensor_parallel", 1, COUNT_MAX),
         ("pipeline_parallel", 1, COUNT_MAX),
         ("kv_token_bytes", 0, KV_TOKEN_BYTES_MAX),
+        ("state_bytes", 0, STATE_BYTES_MAX),
     ):
         if not least <= getattr(hello, name) <= most:
             raise InvalidValue(name, getattr(hello, name), f"{least} to {most}" if least < most else f"{most}")

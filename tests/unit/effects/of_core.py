@@ -165,6 +165,8 @@ ROWS: Final[dict[str, Row]] = {
     "balance.cost.step_s": cost(1.0),
     "balance.cost.prefill_token_s": cost(1e-6),
     "balance.cost.copy_token_s": cost(0.1),
+    "balance.cost.state_s": cost(0.1),
+    "balance.cost.copy_state_s": cost(1e3),
     "balance.cost.expert_fraction": cost(0.01, weights_s=1.0),
     "balance.cost.imbalance": cost(50.0),
     "balance.cost.shared_fraction": cost(0.9, weights_s=1.0, expert_fraction=0.01),

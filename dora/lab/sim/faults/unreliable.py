@@ -87,7 +87,9 @@ class UnreliableWorld(UnsteadyWorld):
         engine.paused, engine.slowness = False, 1.0
         self._epochs += 1
         if isinstance(worker, SimPool):
-            again: SimWorker = SimPool(worker.worker_id, self._epochs, engine, kv_tokens=worker.kv_tokens)
+            again: SimWorker = SimPool(
+                worker.worker_id, self._epochs, engine, kv_tokens=worker.kv_tokens, state_tokens=worker.state_tokens
+            )
         else:
             again = SimWorker(worker.worker_id, self._epochs, engine, version=worker.version)
         self._processes[again.epoch] = Process(-1, before.publication, before.ended)
@@ -118,7 +120,7 @@ class UnreliableWorld(UnsteadyWorld):
             and self._continues(known[name], engine.requests.get(name), tokens)
         }
         joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host, version)
-        return replace(joined, requests=claimed)
+        return replace(joined, requests=claimed, state_tokens=cluster.state_tokens)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
         if not response.prompt.sessions or request is None:
