@@ -176,7 +176,6 @@ class WorkerJoined:
     host: str = ""  # its name; empty: not known
     version: int = -1  # in its memory, as published now; -1: none
     requests: dict[str, int] = field(default_factory=dict)  # request id -> its response tokens
-    state_tokens: int = 0  # tokens whose KV is as large as a request's state; 0: no layer keeps one
 
 
 @dataclass(frozen=True, slots=True)

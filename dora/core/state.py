@@ -146,7 +146,7 @@ class State:
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
         self.rates = Rates()
         self.freshness = Freshness(config.window.freshness)
-        self.state_tokens = 0  # tokens whose KV is as large as a request's state, as the last worker said
+        self.state_tokens = self.cost.state_tokens if self.cost is not None else 0
         self.out: list[Command] = []
         self.now_s = 0.0
         # prompts

@@ -225,11 +225,6 @@ class EngineCapability:
     tensor_parallel: int = 1  # ranks that share each layer
     pipeline_parallel: int = 1  # stages, each of so many ranks
 
-    @property
-    def state_tokens(self) -> int:
-        """The tokens whose KV is as large as a request's state; 0: there is none."""
-        return -(-self.state_bytes // self.kv_token_bytes) if self.kv_token_bytes else 0
-
 
 @dataclass(frozen=True, slots=True)
 class PoolCapability:

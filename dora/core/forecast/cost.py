@@ -53,6 +53,11 @@ class CostModel:
     def dense(self) -> bool:
         return self.expert_fraction == 1.0 and not self.imbalance
 
+    @property
+    def state_tokens(self) -> int:
+        """The tokens whose KV takes as long to copy as a request's state, and as much room in a pool."""
+        return round(self.copy_state_s / self.copy_token_s) if self.copy_token_s else 0
+
     def matmul_s(self, running: int) -> float:
         """The part of a step that depends only on the number of running requests."""
         if not running:

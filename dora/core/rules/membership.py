@@ -29,7 +29,6 @@ def joined(state: State, event: on.WorkerJoined) -> None:
         rejection.proves(state, event.version)
     worker.draining = event.host in state.notices
     state.add_worker(worker)
-    state.state_tokens = event.state_tokens
     if event.requests:
         _adopt(state, worker, event)
 

@@ -188,8 +188,8 @@ class World(WorkerDriver):
         worker.engine.clock_s = self.now_s
         worker.engine.paused = self.trainer.holds_gpus
         self.workers[worker_id] = worker
-        joined = on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, self.host_of(worker_id))
-        self.post(replace(joined, state_tokens=cluster.state_tokens))
+        host = self.host_of(worker_id)
+        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host))
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
 

@@ -100,8 +100,8 @@ def _kv_bytes(source: Reached, kv_tokens: int) -> tuple[int, int]:
         return 0, 0
     blocks = -(-kv_tokens // capability.block_tokens) + GROWTH_BLOCKS
     most_blocks = -(-capability.max_model_len_tokens // capability.block_tokens)
-    block_bytes = capability.kv_token_bytes * capability.block_tokens
-    return tuple(count * block_bytes + capability.state_bytes for count in (min(blocks, most_blocks), most_blocks))
+    block_bytes, state_bytes = capability.kv_token_bytes * capability.block_tokens, capability.state_bytes
+    return min(blocks, most_blocks) * block_bytes + state_bytes, most_blocks * block_bytes + state_bytes
 
 
 def _peer(worker: Reached) -> pb.KvPeer:

@@ -117,7 +117,6 @@ class WorkerService(stubs.WorkerServicer):
                 session.host,
                 session.hosted,
                 dict(session.held),
-                capability.state_tokens,
             )
         token_bytes = self._sessions.kv_token_bytes()
         capacity_bytes = session.capability.memory_bytes + session.capability.spill_bytes

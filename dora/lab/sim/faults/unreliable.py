@@ -120,7 +120,7 @@ class UnreliableWorld(UnsteadyWorld):
             and self._continues(known[name], engine.requests.get(name), tokens)
         }
         joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host, version)
-        return replace(joined, requests=claimed, state_tokens=cluster.state_tokens)
+        return replace(joined, requests=claimed)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
         if not response.prompt.sessions or request is None:
