@@ -71,6 +71,13 @@ class WorkersConfig(Section):
     kv_tokens: int = Field(
         32768, ge=0, description="KV-cache of one worker, at least 64; 0, the default on GPUs: as many as fit"
     )
+    state_mb: int = Field(
+        1024,
+        ge=0,
+        le=1 << 20,
+        description="host memory of one worker for states to which sessions may return, where layers keep a state; the "
+        "oldest goes first",
+    )
     block_tokens: int = Field(
         32, ge=0, description="KV block; a multiple of 32 on CPU; 0, the default on GPUs: the attention backend's own"
     )

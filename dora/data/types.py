@@ -256,6 +256,8 @@ class EngineLoad:
     generated_tokens: int  # cumulative
     tier: TierLoad | None = None  # None: it has no shared tier
     preemptions: int = 0  # cumulative: requests that lost their KV because it was full
+    state_bytes: int = 0  # of the states that sessions may return to, in host memory
+    states_dropped: int = 0  # cumulative: those that had no room there
 
 
 @dataclass(frozen=True, slots=True)

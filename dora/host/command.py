@@ -55,6 +55,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--tensor-parallel": config.tensor_parallel,
         "--pipeline-parallel": config.pipeline_parallel,
         "--gpu-memory-utilisation": config.gpu_memory_utilisation,
+        "--state-mb": config.state_mb,
         "--load-timeout-s": config.load_timeout_s,
         **({"--engine-args": json.dumps(config.engine_args)} if config.engine_args else {}),
         **({"--quantisation": config.quantisation} if config.quantisation else {}),

@@ -1614,7 +1614,7 @@ class HostedVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times", "begun")
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times", "begun", "state_bytes", "states_dropped")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1627,6 +1627,8 @@ class WorkerReport(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     tokens: TokenColumns
     running: int
     waiting: int
@@ -1639,7 +1641,9 @@ class WorkerReport(_message.Message):
     preemptions: int
     times: EngineTimes
     begun: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_bytes: int
+    states_dropped: int
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ..., state_bytes: _Optional[int] = ..., states_dropped: _Optional[int] = ...) -> None: ...
 
 class EngineTimes(_message.Message):
     __slots__ = ("histograms", "ended", "prompt_tokens")

@@ -145,6 +145,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             quantisation=options.quantisation,
             memory_share=options.gpu_memory_utilisation,
             batch_invariant=options.batch_invariant,
+            state_bytes=options.state_mb << 20,
             engine_args=options.engine_args,
         ),
         tier_endpoint=options.kv_tier,
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--slots", type=int, default=16, help="requests decoded at once")
     parser.add_argument("--device", choices=KINDS, default="cpu", help="kind of device")
+    parser.add_argument("--state-mb", type=int, default=1024, help="host memory of states that sessions may return to")
     parser.add_argument(
         "--gpu-memory-utilisation", type=float, default=0.9, help="of a GPU's memory, for everything together"
     )

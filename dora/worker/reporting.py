@@ -115,6 +115,8 @@ class Reporting(Responder):
             reprefilled_tokens=load.reprefilled_tokens - self._base.reprefilled_tokens,
             generated_tokens=load.generated_tokens - self._base.generated_tokens,
             preemptions=load.preemptions - self._base.preemptions,
+            state_bytes=load.state_bytes,
+            states_dropped=load.states_dropped - self._base.states_dropped,
             version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),

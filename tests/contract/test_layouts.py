@@ -213,29 +213,87 @@ def test_blocks_of_another_size_are_what_the_kernel_would_have_written(
     assert np.array_equal(_resized(written(found), interior, 0, 0, tokens, wanted), written(wanted))
 
 
-def test_a_fork_of_a_session_with_a_state_is_prefilled_whole(engine: VllmEngine, driver: Driver, kind: str) -> None:
-    """The state has gone on: only a fork at the end of the last turn, which drops nothing, finds it."""
+def begun(driver: Driver, turns: int) -> list[int]:
+    """Plays a session of so many turns of 3 sampled tokens, each but the first with one given token.
+
+    Returns its outputs at each turn's end.
+    """
+    driver.add(replace(make_request(1, GREEDY, 40, max_tokens=3), keeps=True))
+    driver.finish()
+    ends = [3]
+    for turn in range(1, turns):
+        asked(driver, (3 + turn,))
+        ends.append(ends[-1] + 4)
+    return ends
+
+
+def asked(driver: Driver, given: tuple[int, ...], after: int | None = None) -> Response:
+    """The next turn, after so many outputs; None: all."""
+    before, engine = driver.responses["r1"], driver.engine
+    after = len(before.token_ids) if after is None else after
+    engine.extend("r1", given, replace(GREEDY, max_tokens=3), after=after)
+    kept = Response([*before.token_ids[:after], *given], [*before.logprobs[:after], *(0.0 for _ in given)])
+    driver.responses["r1"] = kept
+    return driver.finish()["r1"]
+
+
+def test_a_session_of_fifty_turns_prefills_nothing_twice(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    before = engine.load().reprefilled_tokens
+    begun(driver, 50)
+    assert engine.load().reprefilled_tokens == before
+    assert engine.load().state_bytes == 50 * engine.layout.state_bytes
+    driver.drop("r1")
+    assert engine.load().state_bytes == 0
+
+
+def test_a_fork_at_a_turns_end_continues_from_the_state_kept_there(
+    engine: VllmEngine, driver: Driver, kind: str
+) -> None:
+    """It computes again one token: the turn's last, which had no KV when the state was kept."""
     if kind not in STATES:
         pytest.skip("its KV can be cut")
-    request = replace(make_request(1, GREEDY, 40, max_tokens=8), keeps=True)
-    driver.add(request)
-    driver.finish()
-    kept = engine.request("r1")
+    *_, place, _, _ = begun(driver, 4)
     before = engine.load().reprefilled_tokens
-    engine.extend("r1", (5, 6), replace(GREEDY, max_tokens=8))
-    driver.responses["r1"] = Response([*kept.output_token_ids, 5, 6], [*kept.logprobs, 0.0, 0.0])
-    driver.finish()
-    assert engine.load().reprefilled_tokens == before, "a turn costs nothing twice"
-    engine.extend("r1", (7,), replace(GREEDY, max_tokens=8), after=4)
-    driver.responses["r1"] = Response([*kept.output_token_ids[:4], 7], [*kept.logprobs[:4], 0.0])
-    found = driver.finish()["r1"]
-    assert engine.load().reprefilled_tokens - before == 40 + 3
+    found = asked(driver, (7, 8), after=place)
+    assert engine.load().reprefilled_tokens - before == 1
     driver.drop("r1")
-    whole = (*request.prompt_token_ids, *kept.output_token_ids[:4], 7)
-    fork = replace(request, prompt_token_ids=whole, keeps=False)
-    alone = run(engine, [fork])["r1"]
-    assert found.token_ids[5:] == alone.token_ids
-    assert max(abs(a - b) for a, b in zip(found.logprobs[5:], alone.logprobs, strict=True)) < ROUNDING
+    begun(driver, 2)
+    assert asked(driver, (7, 8)) == found, "bit for bit the session that never went on"
+    driver.drop("r1")
+
+
+def test_a_fork_within_a_turn_continues_from_the_nearest_state(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    if kind not in STATES:
+        pytest.skip("its KV can be cut")
+    checkpoints, every = engine.core.scheduler.checkpoints, engine.core.scheduler.checkpoints.every_tokens
+    for every_tokens, again in ((every, 40 + 12), (4, 1)):
+        checkpoints.every_tokens = every_tokens
+        driver.add(replace(make_request(1, GREEDY, 40, max_tokens=20), keeps=True))
+        driver.finish()
+        before = engine.load().reprefilled_tokens
+        found = asked(driver, (7,), after=13)
+        assert engine.load().reprefilled_tokens - before == again
+        driver.drop("r1")
+    checkpoints.every_tokens = every
+    driver.add(replace(make_request(1, GREEDY, 40, max_tokens=13), keeps=True))
+    driver.finish()
+    alone = asked(driver, (7,))
+    assert found.token_ids == alone.token_ids
+    assert farthest({"r1": found}, {"r1": alone}) < ROUNDING
+    driver.drop("r1")
+
+
+def test_a_fork_after_a_move_is_prefilled_whole(engine: VllmEngine, driver: Driver, kind: str) -> None:
+    """The checkpoints stay behind."""
+    if kind not in STATES:
+        pytest.skip("its KV can be cut")
+    place, *_ = begun(driver, 2)
+    engine.take_in(driver.take_out("r1"))
+    assert engine.load().state_bytes == 0
+    before = engine.load().reprefilled_tokens
+    asked(driver, (7,), after=place)
+    assert engine.load().reprefilled_tokens - before == 40 + place - 1
+    driver.drop("r1")
 
 
 def test_a_snapshot_without_its_state_or_of_another_models_state_is_refused(

@@ -20,6 +20,8 @@ NAME: Final = "delta_net"
 
 _kernels: Final = gdn_attention.ops
 _core: Final = gdn_attention.cpu_gdn_attention_core
+_window: Final = gdn_attention._causal_conv1d_fwd_cpu
+_next_window: Final = gdn_attention._causal_conv1d_update_cpu
 
 
 def _attention(
@@ -32,6 +34,27 @@ def _attention(
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
     if metadata.num_actual_tokens:
         gdn_attention._cpu_gdn_attention_nonspec(layer, metadata, mixed_qkv, b, a, core_attn_out)
+
+
+def _convolve(**given: Any) -> Any:
+    """The convolution of a prefill. On CPUs with bfloat16 instructions vLLM calls a kernel that has no other type."""
+    if given["x"].dtype != torch.float32:
+        return _window(**given)
+    return gdn_attention.causal_conv1d_torch(**_in_torch(given))
+
+
+def _convolve_next(**given: Any) -> Any:
+    if given["x"].dtype != torch.float32:
+        return _next_window(**given)
+    named = _in_torch(given)
+    return gdn_attention.causal_conv1d_update_cpu(conv_state=named.pop("conv_states"), **named)
+
+
+def _in_torch(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of vLLM's implementation in PyTorch. Weights of single precision are not packed."""
+    named = {name: value for name, value in given.items() if name not in ("silu_activation", "is_weight_packed")}
+    named["weight"] = named["weight"].flatten(1)
+    return {**named, "activation": "silu" if given["silu_activation"] else None}
 
 
 def _gates(A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor) -> Any:
@@ -82,6 +105,8 @@ def _rule(rule: Any, given: Any, part: slice, states: torch.Tensor, slot: int) -
 
 def _apply() -> None:
     gdn_attention.cpu_gdn_attention_core = _attention
+    gdn_attention._causal_conv1d_fwd_cpu = _convolve
+    gdn_attention._causal_conv1d_update_cpu = _convolve_next
     own = {
         "fused_gdn_gating_cpu": _gates,
         "chunk_gated_delta_rule_cpu": _prefill,

@@ -123,6 +123,13 @@ ENGINES: Final = (
     Metric("vllm:generation_tokens_total", "Sampled tokens.", lambda seen: seen.engines("generated_tokens"), LABELS),
     Metric("vllm:prompt_tokens_total", "Tokens before a first token.", lambda seen: seen.prompt_tokens(), LABELS),
     Metric("vllm:request_success_total", "Ended requests.", lambda seen: seen.ended(), (*LABELS, "finished_reason")),
+    Metric("dora_session_state_bytes", "States kept for forks.", lambda seen: seen.engines("state_bytes"), LABELS),
+    Metric(
+        "dora_session_states_dropped_total",
+        "States that had no room.",
+        lambda seen: seen.engines("states_dropped"),
+        LABELS,
+    ),
     Metric("vllm:num_preemptions_total", "Requests that lost KV.", lambda seen: seen.engines("preemptions"), LABELS),
 )
 HOST: Final = (*MACHINE, *ENGINES)

@@ -96,6 +96,7 @@ class WorkerReports:
         session.load = EngineLoad(
             report.running, report.waiting, report.kv_used_tokens,
             report.reprefilled_tokens, report.generated_tokens, preemptions=report.preemptions,
+            state_bytes=report.state_bytes, states_dropped=report.states_dropped,
         )  # fmt: skip
         if report.HasField("times"):
             session.times.CopyFrom(report.times)

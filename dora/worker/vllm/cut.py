@@ -2,17 +2,19 @@
 
 from typing import Any
 
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-def cut_blocks(cache: Any, request_id: str, kv_tokens: int, block_size: int) -> int:
+
+def cut_blocks(cache: Any, request_id: str, kv_tokens: int) -> int:
     """Frees the blocks of a request after its first ``kv_tokens`` tokens, in each group. Returns the tokens whose KV
-    stays, or 0, and changes nothing, if a window has left some behind or a state is later.
+    stays, or 0, and changes nothing, if a window has left some behind. A group that keeps a state is left as it is.
 
     Later tokens are written to the last block. It is freed too if others hold it, and leaves the prefix cache if not.
-    ``cache`` is vLLM's KVCacheManager, whose groups all have blocks of ``block_size`` tokens.
+    ``cache`` is vLLM's KVCacheManager, whose other groups all have blocks of one size.
     """
-    if cache.kv_cache_config.has_mamba_layers:
-        return 0
     managers, pool = cache.coordinator.single_type_managers, cache.block_pool
+    managers = [manager for manager in managers if not isinstance(manager, MambaManager)]
+    block_size: int = managers[0].block_size
     lists = [manager.req_to_blocks[request_id] for manager in managers]
     full, rest = divmod(kv_tokens, block_size)
     if rest and any(blocks[full].ref_cnt > 1 for blocks in lists):

@@ -79,6 +79,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
         vllm_environment.prepare(self._device.environment, batch_invariant=settings.batch_invariant)
+        from dora.worker.vllm import checkpoints as vllm_checkpoints
         from dora.worker.vllm import core as vllm_core
         from dora.worker.vllm import groups as vllm_groups
         from dora.worker.vllm import ranks as vllm_ranks
@@ -96,6 +97,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
         self._groups = vllm_groups.groups_of(self._core.scheduler.kv_cache_config)
         self._takes_ahead = vllm_core.takes_ahead(self._core)
         self._why_unmovable = vllm_core.why_unmovable(self._core)
+        if self._scheduler.has_mamba_layers and not self._why_unmovable:
+            self._scheduler.checkpoints = vllm_checkpoints.Checkpoints(self._store, self._groups, settings.state_bytes)
         layout = vllm_core.layout_of(self._core, self._ranks, self._reference, settings)
         capability = EngineCapability(
             fingerprint=layout.fingerprint,
@@ -205,6 +208,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         self._scheduler.prefixes.sweep()
         pool = self._scheduler.kv_cache_manager.block_pool
         blocks = pool.num_gpu_blocks - 1
+        states = self._scheduler.checkpoints
         blocks_used, kv_tokens = blocks - pool.get_num_free_blocks(), self._capability.kv_tokens
         return EngineLoad(
             running=self._scheduler.running_count(),
@@ -214,6 +218,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
             generated_tokens=self._generated_tokens,
             tier=None if self._tier is None else self._tier.load,
             preemptions=self._scheduler.preemptions,
+            state_bytes=0 if states is None else states.held_bytes,
+            states_dropped=0 if states is None else states.dropped,
         )
 
     def has_work(self) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from dora.worker.prefixes import Prefixes
 from dora.worker.reservation import Reservation
+from dora.worker.vllm.checkpoints import Checkpoints
 from dora.worker.vllm.cut import cut_blocks
 from dora.worker.vllm.routing import Fed, RoutingRows
 
@@ -37,6 +38,7 @@ class HoldingScheduler(Scheduler):
         self.prefixes = Prefixes(self)
         self.reprefilled_tokens = 0
         self.preemptions = 0
+        self.checkpoints: Checkpoints | None = None  # set once the engine has started, where layers keep a state
         self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
@@ -139,17 +141,20 @@ class HoldingScheduler(Scheduler):
 
     def cut(self, request_id: str, tokens: int) -> bool:
         """Drops the tokens of a kept request from ``tokens`` on, with their KV. Returns False, and changes nothing, if
-        the KV before them is not there: it waits for blocks, a window has left it behind, or a state has gone on.
+        the KV before them is not there: it waits for blocks, a window has left it behind, or no state is so early.
         """
         request = self.kept[request_id]
         self.prefixes.sweep()  # what it holds alone is not shared
         had = min(request.num_computed_tokens, tokens)
-        if had == request.num_computed_tokens and self.has_mamba_layers:
-            kv_tokens = had
-        else:
-            kv_tokens = cut_blocks(self.kv_cache_manager, request_id, had, self.block_size) if had else 0
+        kv_tokens, states = had, self.checkpoints
+        if states is not None and had < request.num_computed_tokens:
+            kv_tokens = states.nearest(request_id, had)
+        if states is None or kv_tokens < request.num_computed_tokens:
+            kv_tokens = cut_blocks(self.kv_cache_manager, request_id, kv_tokens) if kv_tokens else 0
         if not kv_tokens:
             return False
+        if states is not None and kv_tokens < request.num_computed_tokens:
+            states.restore(request_id, kv_tokens, self.kv_cache_manager.get_block_ids(request_id))
         if request_id in self._unknown:
             self._unknown[request_id] = min(self._unknown[request_id], kv_tokens // self.block_size)
         del request._all_token_ids[tokens:]
@@ -183,12 +188,20 @@ class HoldingScheduler(Scheduler):
         request.status = RequestStatus.WAITING
         self.finished_req_ids.add(request.request_id)  # so the runner forgets it
         self.kept[request.request_id] = request
+        self._note_state(request, at_end=True)
+
+    def _note_state(self, request: Request, *, at_end: bool) -> None:
+        if self.checkpoints is not None:
+            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
+            self.checkpoints.note(request.request_id, request.num_computed_tokens, block_ids, at_end=at_end)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._pending.pop(request.request_id, None)
         self._had.pop(request.request_id, None)
         self.kept.pop(request.request_id, None)
         self.keeps.discard(request.request_id)
+        if self.checkpoints is not None:
+            self.checkpoints.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     def add_request(self, request: Request) -> None:
@@ -261,6 +274,8 @@ class HoldingScheduler(Scheduler):
         if self.routing is not None:  # now: requests that this step ends give their blocks back
             fed = self._fed(scheduler_output, model_runner_output, self.routing.group)
             self.routed_experts = self.routing.of([*fed])
+        for request_id in self.keeps & scheduler_output.num_scheduled_tokens.keys() if self.checkpoints else ():
+            self._note_state(self.requests[request_id], at_end=False)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:

@@ -231,6 +231,7 @@ ROWS: Final[dict[str, Row]] = {
     "workers.launcher": Shown("tests/unit/test_registries.py::test_unknown_names_are_refused_before_an_engine_starts"),
     "workers.device": Seen("cuda:7", devices, "workers.device"),
     "workers.gpus_for_trainer": Shown("tests/unit/test_placement.py::test_gpus_of_a_trainer_are_kept"),
+    "workers.state_mb": Seen(64, argument("--state-mb"), "64"),
     "workers.gpu_memory_utilisation": Seen(0.5, argument("--gpu-memory-utilisation"), "0.5"),
     "workers.slots": Seen(3, capability("slots"), 3, FAKE),
     "workers.kv_tokens": Seen(1024, capability("kv_tokens"), 1024, FAKE),

@@ -27,7 +27,8 @@ class EngineSettings:
     If ``kv_tokens`` is 0, the device's free memory decides. If ``block_tokens`` is 0, the attention backend does.
     ``dtype`` is float32, bfloat16, or empty for the device's. Weights, activations and KV share ``memory_share`` of a
     GPU's memory. ``quantisation`` is int8, or empty for none. ``batch_invariant`` is vLLM's mode in which a request's
-    logits do not depend on its neighbours. ``engine_args`` are a user's own of vLLM's (``dora.data.engine_args``).
+    logits do not depend on its neighbours. ``state_bytes`` of host memory keep
+    states to which sessions may return. ``engine_args`` are a user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
@@ -40,6 +41,7 @@ class EngineSettings:
     quantisation: str = ""
     memory_share: float = 0.9
     batch_invariant: bool = False
+    state_bytes: int = 1 << 30
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
