@@ -193,6 +193,17 @@ BENCHMARKS: Final = (
         (Figure("re-prefill of 256 tokens, time over a handoff", "rows.0.reprefill_over_handoff"),),
     ),
     Benchmark(
+        "hybrid",
+        "perf/hybrid.py --tokens 2048 8192 16384 --json",
+        "--tokens 64 256",
+        (*KV, *ENGINE),
+        (
+            Figure("blackout of a hybrid's move, decode steps counted", "steps", "<= 2"),
+            Figure("blackout of a hybrid at 16K tokens, of 2K", "longest_vs_shortest", "<= 1.5"),
+            Figure("re-prefill of a hybrid's 16K tokens, time over a move", "reprefill_over_move"),
+        ),
+    ),
+    Benchmark(
         "relays",
         "-m perf.relays --rounds 2 --json",
         "--body-mb 32 --link-mb 256 --rounds 1",

@@ -20,7 +20,7 @@ from dora.kvtransfer.copying import Copying
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, this_host
 from dora.kvtransfer.plane import DataPlane, PlaneSettings
-from dora.models.tiny import make_tiny
+from dora.models.tiny import TinyKind, make_tiny
 from dora.worker.prefixes import SentPrefixes
 from dora.worker.rounds import EngineRounds
 from dora.worker.vllm.device.port import EngineSettings
@@ -59,11 +59,11 @@ class Ends:
 
 
 @contextmanager
-def ends(tokens: int) -> Iterator[Ends]:
-    """For contexts of up to ``tokens`` tokens."""
+def ends(tokens: int, kind: TinyKind = "dense") -> Iterator[Ends]:
+    """For contexts of up to ``tokens`` tokens of a tiny model of this kind."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         longest = tokens + 4096
-        folder = long_model(Path(shared) / "model", longest)
+        folder = long_model(Path(shared) / "model", longest, kind)
         kv_tokens = max(2 * longest, SLOTS * SLOT_TOKENS)
         engine = VllmEngine(folder, EngineSettings(slots=SLOTS, kv_tokens=kv_tokens, max_model_len_tokens=longest))
         engine.load_weights(0, folder, None)
@@ -79,9 +79,9 @@ def ends(tokens: int) -> Iterator[Ends]:
             engine.close()
 
 
-def long_model(folder: Path, positions: int) -> Path:
+def long_model(folder: Path, positions: int, kind: TinyKind = "dense") -> Path:
     """A tiny model whose context is long; its weights do not depend on that."""
-    make_tiny("dense", folder, seed=0)
+    make_tiny(kind, folder, seed=0)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
     return folder

@@ -76,7 +76,8 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     # torch may have been imported before the environment was set. More threads than one split a matrix product by its
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    has_state = any(getattr(each, "is_hybrid", False) for each in _architectures(model))
+    kinds = ("is_hybrid", "is_attention_free")
+    has_state = any(getattr(each, kind, False) for each in _architectures(model) for kind in kinds)
     try:
         vllm_config = arguments(model, settings, device, has_state=has_state).create_engine_config()
         with _meeting_place():
