@@ -21,8 +21,11 @@ def first_block(kv_tokens: int, block_tokens: int, window_tokens: int) -> int:
     """The first block that a layer reads for the token after ``kv_tokens`` tokens. Without a window it reads all.
 
     A window of ``window_tokens`` tokens includes the next token itself (vLLM's ``SlidingWindowManager``). A state
-    (``STATE``) lies in the block of the last token.
+    (``STATE``) lies in the block of the last token. If ``window_tokens`` is below that, the layer reads a chunk of
+    ``-window_tokens`` tokens, from its beginning (``ChunkedLocalAttentionManager``).
     """
+    if window_tokens < STATE:
+        return kv_tokens // -window_tokens * -window_tokens // block_tokens
     if window_tokens == STATE:
         return blocks_for(kv_tokens, block_tokens) - 1
     return max(0, kv_tokens + 1 - window_tokens) // block_tokens if window_tokens else 0

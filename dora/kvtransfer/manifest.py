@@ -9,7 +9,7 @@ import numpy as np
 from dora.data.sampling import DOMAINS, LISTS
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import SnapshotRefused
-from dora.kvtransfer.snapshot import STATE, KvLayout
+from dora.kvtransfer.snapshot import KvLayout
 
 # Forms. A type: exactly that type, but an integer may stand for a number. A map: these keys and no others. [form]: a
 # list of any length. (form, ...): a list of as many values.
@@ -122,8 +122,7 @@ def opened(manifest: dict[str, Any]) -> tuple[KvLayout, RequestSpec, int]:
     )
     layout = KvLayout(**layout_fields)
     _require(
-        len(layout.windows) in (0, len(layout.layers))
-        and all(size == STATE or (size >= 0 and size != 1) for size in layout.windows),
+        len(layout.windows) in (0, len(layout.layers)) and all(size != 1 for size in layout.windows),
         "head.layout.windows",
         layout.windows,
     )

@@ -52,8 +52,8 @@ class KvLayout:
     block_tokens: int
     layers: tuple[tuple[str, int], ...]  # (layer name, bytes per block)
     shards: int = 1  # per layer, named by ``reslice``: tensor parallelism splits its KV heads into these
-    # per layer: how many last tokens it reads, 0 for all, STATE: none, but the state that it made of them; empty: all
-    # layers read all
+    # per layer: how many last tokens it reads, 0 for all, STATE: none, but the state that it made of them, below that:
+    # those of a chunk of so many; empty: all layers read all
     windows: tuple[int, ...] = ()
     interiors: tuple[Interior, ...] = ()  # per layer; empty: all are UNKNOWN, and move whole or not at all
 

@@ -1,10 +1,11 @@
 """Random models of a few hundred thousand parameters, for tests and for ``make demo MODEL=tiny``.
 
 They have the architectures of real families at the smallest size that the CPU engine supports: heads of 64, fp32.
-``dense`` is Qwen3, ``moe`` Qwen3-MoE, ``mla`` DeepSeek-V2 (latent attention; on CPU only with 512 latent values and 64
-rotary ones), and ``window`` Gemma 3 (two layers that read the last 64 tokens, and one that reads all). In three kinds
-one layer reads all tokens and the others keep a state: ``hybrid`` is Qwen3-Next (gated delta nets, and experts),
-``mamba`` Granite 4 (Mamba-2), and ``conv`` LFM2 (short convolutions).
+``dense`` is Qwen3, ``moe`` Qwen3-MoE, and ``mla`` DeepSeek-V2 (latent attention; on CPU only with 512 latent values and
+64 rotary ones). ``window`` is Gemma 3 (two layers that read the last 64 tokens, and one that reads all), and ``chunk``
+Llama 4 (the two read a token's chunk of 64). In three kinds one layer reads all tokens and the others keep a state:
+``hybrid`` is Qwen3-Next (gated delta nets, and experts), ``mamba`` Granite 4 (Mamba-2), and ``conv`` LFM2 (short
+convolutions).
 """
 
 import copy
@@ -15,7 +16,7 @@ from dora.errors import InvalidValue
 from dora.models.prepared import prepare_once
 from dora.models.tiny_vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, write_tokenizer
 
-TinyKind = Literal["dense", "moe", "mla", "window", "hybrid", "mamba", "conv"]
+TinyKind = Literal["dense", "moe", "mla", "window", "chunk", "hybrid", "mamba", "conv"]
 WINDOW_TOKENS = 64
 RECIPE = 1  # increase it with any change of the written files
 CONTEXT_TOKENS = 512
@@ -82,6 +83,17 @@ _WINDOW = {
     "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
     },
+}
+_CHUNK = {
+    **_ANY_LAYERS,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 3,
+    "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 1, 0],
+    "attention_chunk_size": WINDOW_TOKENS,
+    "interleave_moe_layer_step": 4,  # no layer has experts
+    "intermediate_size_mlp": 256,
+    "attn_temperature_tuning": False,
 }
 _HYBRID = {
     **{name: value for name, value in _MOE.items() if name != "use_sliding_window"},
@@ -166,6 +178,7 @@ def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int, changed: dict
         GenerationConfig,
         GraniteMoeHybridConfig,
         Lfm2Config,
+        Llama4TextConfig,
         Qwen3Config,
         Qwen3MoeConfig,
         Qwen3NextConfig,
@@ -178,6 +191,7 @@ def _write(kind: TinyKind, folder: Path, seed: int, kv_heads: int, changed: dict
         "moe": (Qwen3MoeConfig, _MOE),
         "mla": (DeepseekV2Config, _MLA),
         "window": (Gemma3TextConfig, _WINDOW),
+        "chunk": (Llama4TextConfig, _CHUNK),
         "hybrid": (Qwen3NextConfig, _HYBRID),
         "mamba": (GraniteMoeHybridConfig, _MAMBA),
         "conv": (Lfm2Config, _CONV),

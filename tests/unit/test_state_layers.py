@@ -1,22 +1,37 @@
 """Layers that keep a state instead of KV of their tokens: on the wire, between shards and block sizes, and refused."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+)
 
 from dora.data.types import RequestSpec, SamplingParams
-from dora.errors import LayoutMisfit, SnapshotRefused
+from dora.errors import InvalidValue, LayoutMisfit, SnapshotRefused
 from dora.kvtransfer.codec import head_of, round_of, snapshot_of
-from dora.kvtransfer.layout import body_bytes_most, check_layout
+from dora.kvtransfer.layout import body_bytes_most, check_layout, first_block
 from dora.kvtransfer.reblock import reblocked
 from dora.kvtransfer.reslice import resharded, resliced
 from dora.kvtransfer.snapshot import STATE, Interior, KvLayout, KvSnapshot
+from dora.models.tiny import make_tiny
+from dora.weights.delta import decode, encode
 from dora.worker.copying.cuda_blocks import DeviceStore
 from dora.worker.vllm.blocks import BlockStore, LayerBlocks, memory_of, rows_of, span_of
+from dora.worker.vllm.core import check_kernels
+from dora.worker.vllm.groups import unmovable
 from tests.refusals import refused
 
 HEADS = 4
@@ -150,3 +165,60 @@ def test_states_and_blocks_of_one_buffer_are_read_and_written_apart() -> None:
         expected = before.copy()
         expected[4, :40] = before[3, :40] ^ 1
         assert np.array_equal(raw, expected)
+
+
+@given(tokens=st.integers(1, 200), chunk=st.integers(2, 70), block=st.sampled_from([1, 4, 16]))
+def test_a_chunk_is_read_from_its_beginning(tokens: int, chunk: int, block: int) -> None:
+    first = first_block(tokens, block, -chunk)
+    read = [at for at in range(tokens) if at // chunk == tokens // chunk]  # by the next token, at ``tokens``
+    assert first * block <= min(read, default=tokens) < (first + 1) * block
+    assert not read or first == min(read) // block
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers"),
+    [
+        ("MambaForCausalLM", "Mamba-1"),
+        ("JambaForCausalLM", "Mamba-1"),
+        ("KimiLinearForCausalLM", "Kimi delta attention"),
+        ("DeepseekV32ForCausalLM", "sparse attention"),
+    ],
+)
+def test_a_model_whose_layers_have_no_kernel_on_a_cpu_is_refused_by_name(
+    tmp_path: Path, architecture: str, layers: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with refused(InvalidValue, field="model", value=str(tmp_path), names=(layers,)):
+        check_kernels(tmp_path)
+
+
+def spec_of(block_tokens: int) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_tokens, num_kv_heads=1, head_size=64, dtype=torch.float32)
+
+
+def test_groups_that_cannot_move_are_named() -> None:
+    state: dict[str, Any] = {"block_size": 256, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
+    for specs, said in (
+        ((spec_of(32), spec_of(64)), "64"),
+        ((spec_of(32), MambaSpec(**state, mamba_cache_mode="align")), "several states of a request (align)"),
+        ((spec_of(32), MambaSpec(**state, num_speculative_blocks=1)), "several states of a request"),
+        (
+            (spec_of(32), SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)),
+            "Sink",
+        ),
+    ):
+        groups = [KVCacheGroupSpec([f"l{at}"], spec) for at, spec in enumerate(specs)]
+        assert said in unmovable(KVCacheConfig(9, [], groups), 32, 1, 1)
+    assert not unmovable(KVCacheConfig(9, [], [KVCacheGroupSpec(["l"], MambaSpec(**state))]), 256, 1, 0), "no attention"
+
+
+def test_deltas_of_a_hybrids_weights_come_back_to_the_bit(tmp_path: Path) -> None:
+    """Gates, convolutions and decays have other shapes and types than projections."""
+    first, second = (make_tiny("hybrid", tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert {name.split(".")[-1] for name in before} >= {"A_log", "dt_bias"}
+    for name, tensor in before.items():
+        old, few = tensor.numpy().tobytes(), tensor.clone()
+        few.view(-1)[::7] += 1e-3
+        for new in (after[name].numpy().tobytes(), few.numpy().tobytes()):
+            assert decode(encode(new, old, tensor.element_size()), old, len(new)) == new

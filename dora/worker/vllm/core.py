@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from dora.data.engine_args import OWNED, check_known, check_owned, identifying
 from dora.engine_patches import mapped_weights, quantised, registry
@@ -36,6 +36,12 @@ from dora.worker.vllm.ranks import EngineRanks
 from dora.worker.vllm.scheduler import HoldingScheduler
 
 _INCIDENTAL: Final = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # config.json: not the model's
+_WITHOUT_KERNEL: Final = {
+    "MambaForCausalLM": "Mamba-1 layers",
+    "JambaForCausalLM": "Mamba-1 layers",
+    "KimiLinearForCausalLM": "Kimi delta attention",
+    "DeepseekV32ForCausalLM": "sparse attention",
+}
 _RPC_FOLDER: Final = "VLLM_RPC_BASE_PATH"
 
 
@@ -58,7 +64,8 @@ class _Core(EngineCore):
         resolve_kv_cache_layout(vllm_config, layouts, list(specs.values()))  # which groups there are depends on it
         groups = get_kv_cache_groups(vllm_config, specs)
         if self._kv_tokens:
-            windows = sum(isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups)
+            limited = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+            windows = sum(isinstance(group.kv_cache_spec, limited) for group in groups)
             states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
             blocks = self._kv_tokens // vllm_config.cache_config.block_size * (len(groups) - states)
             blocks += states * vllm_config.scheduler_config.max_num_seqs + windows
@@ -77,6 +84,8 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     # rows, so that a request's last bits depend on its neighbours (measured: 2e-6).
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     kinds = ("is_hybrid", "is_attention_free")
+    if device.kind == "cpu":
+        check_kernels(model)
     has_state = any(getattr(each, kind, False) for each in _architectures(model) for kind in kinds)
     try:
         vllm_config = arguments(model, settings, device, has_state=has_state).create_engine_config()
@@ -93,6 +102,13 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
             raise
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
     return core
+
+
+def check_kernels(model: Path) -> None:
+    """Raises InvalidValue for a model with layers that vLLM's CPU build cannot compute."""
+    for architecture in _model_config(model).get("architectures") or ():
+        if layers := _WITHOUT_KERNEL.get(architecture):
+            raise InvalidValue("model", str(model), f"one without {layers}: vLLM has no kernel for them on a CPU")
 
 
 def names_batch_invariance(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout, is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -56,10 +57,16 @@ def groups_of(kv_cache_config: Any) -> tuple[LayerGroup, ...]:
         LayerGroup(
             tuple(group.layer_names),
             spec.block_size,
-            spec.sliding_window if isinstance(spec, SlidingWindowSpec) else STATE * isinstance(spec, MambaSpec),
+            _window_of(spec),
         )
         for group, spec in zip(kv_cache_config.kv_cache_groups, firsts, strict=True)
     )
+
+
+def _window_of(spec: KVCacheSpec) -> int:
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return -int(spec.attention_chunk_size)
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else STATE * isinstance(spec, MambaSpec)
 
 
 def whole_group(kv_cache_config: Any) -> tuple[int, LayerGroup | None]:
@@ -84,11 +91,11 @@ def unmovable(kv_cache_config: Any, block_tokens: int, tensor_parallel: int, kv_
             if type(spec) is MambaSpec:
                 if spec.num_speculative_blocks or spec.mamba_cache_mode != "none":
                     return f"kv_cache_groups[{number}] keeps several states of a request ({spec.mamba_cache_mode})"
-                if spec.tp_replicated or tensor_parallel > kv_heads:  # named as shards of KV heads are
+                if spec.tp_replicated or tensor_parallel > max(1, kv_heads):  # named as shards of KV heads are
                     return f"kv_cache_groups[{number}]: ranks share its state otherwise than {kv_heads} KV heads"
                 continue
             # By their exact type: others derive from these, and keep other state or other blocks.
-            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
+            if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
                 return f"kv_cache_groups[{number}] is of {type(spec).__name__}"
             if spec.block_size != block_tokens:
                 return f"kv_cache_groups[{number}].block_size = {spec.block_size}, other groups have {block_tokens}"
@@ -145,7 +152,9 @@ def interior_of(spec: KVCacheSpec, attention: Any, tensor: Any) -> Interior:
 def interior_in_memory(spec: KVCacheSpec, backend: str, isa: str) -> Interior:
     if type(spec) is MLAAttentionSpec and backend == "CPU_MLA" and spec.page_size_padded is None:
         return 1, ((1, spec.page_size_bytes // spec.block_size),)
-    if type(spec) in (FullAttentionSpec, SlidingWindowSpec) and backend == "CPU_ATTN":  # heads lie in a row
+    if (
+        type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec) and backend == "CPU_ATTN"
+    ):  # heads lie in a row
         number_bytes = spec.dtype.itemsize
         strips = ((spec.head_size, number_bytes), (1, spec.head_size_v * number_bytes))
         return spec.num_kv_heads, strips if isa in _PLAIN_ISA else ()
