@@ -37,6 +37,7 @@ _REASONS: Final = {
     "weights come with each version": ("load_format", "weight_transfer_config", "enable_lora"),
     "engines know token ids alone": ("tokenizer", "tokenizer_mode", "skip_tokenizer_init"),
     "KV that arrives counts as a cached prefix": ("enable_prefix_caching",),
+    "a request has one state": ("mamba_cache_mode", "mamba_block_size"),
     "a request that is frozen has nothing in flight": ("async_scheduling",),
     "a step samples one token of a request": ("speculative_config",),
     "trajectories carry the model's own logprobs": ("logprobs_mode",),

@@ -116,15 +116,20 @@ def layer_count(folder: Path) -> int:
 
 
 def kv_token_bytes(folder: Path) -> int:
-    """Returns a token's bytes in a KV-cache of two-byte values with full attention; 0 if the model does not say."""
+    """Returns a token's bytes in a KV-cache of two-byte values with full attention; 0 if the model does not say.
+
+    Layers that keep a state instead have none.
+    """
     said = _text_config(folder)
+    kinds = said.get("layer_types") or []
+    layers = sum("attention" in kind and kind != "linear_attention" for kind in kinds) or layer_count(folder)
     heads = said.get("num_attention_heads")
     if not heads or not said.get("hidden_size"):
         return 0
     if latent := said.get("kv_lora_rank"):
-        return 2 * layer_count(folder) * int(latent + said.get("qk_rope_head_dim", 0))
+        return 2 * layers * int(latent + said.get("qk_rope_head_dim", 0))
     size = said.get("head_dim") or said["hidden_size"] // heads
-    return 2 * layer_count(folder) * 2 * int(said.get("num_key_value_heads") or heads) * int(size)
+    return 2 * layers * 2 * int(said.get("num_key_value_heads") or heads) * int(size)
 
 
 def check_parallel(folder: Path, tensor_parallel: int, pipeline_parallel: int) -> None:

@@ -61,6 +61,8 @@ def test_kv_of_a_token_follows_from_the_model(tmp_path: Path) -> None:
     assert kv_token_bytes(folder(tmp_path, **QWEN3_8B)) == 36 * 2 * 8 * 128 * 2
     assert kv_token_bytes(folder(tmp_path, **LATENT)) == 2 * 576 * 2
     assert kv_token_bytes(folder(tmp_path, num_hidden_layers=2)) == 0
+    kinds = [*["linear_attention"] * 27, *["full_attention"] * 9]
+    assert kv_token_bytes(folder(tmp_path, **QWEN3_8B, layer_types=kinds)) == 9 * 2 * 8 * 128 * 2, "others keep a state"
 
 
 def test_slots_and_memory_follow_from_gpu_model_and_context(tmp_path: Path) -> None:
