@@ -25,7 +25,8 @@ from tests.streams import LateStreams
 OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
 # Files whose tests are not of models with a state: no KV of theirs is cut, shared or written before its request.
 OF_BLOCKS = ("test_engine_forks.py", "test_precopy.py", "test_shared_prefix.py", "test_written_ahead.py")
-KINDS = ("vllm-v2", "vllm-v2-moe") if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe", "vllm-hybrid")
+V2_KINDS = ("vllm-v2", "vllm-v2-moe", "vllm-v2-hybrid")
+KINDS = V2_KINDS if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe", "vllm-hybrid")
 MODELS: dict[str, TinyKind] = {"fake": "dense", "dense": "dense", "v2": "dense", "moe": "moe", "hybrid": "hybrid"}
 
 
@@ -90,6 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ``make test`` has most of them with a dense model alone.
     """
     items[:] = [item for item in items if group_of(item) != "vllm-hybrid" or item.path.name not in OF_BLOCKS]
+    items[:] = [item for item in items if group_of(item) != "vllm-v2-hybrid" or item.path.name == "test_v2_runner.py"]
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -55,7 +55,7 @@ def test_a_reload_that_leaves_a_tensor_stale_is_found(
     engine: VllmEngine, version_folder: VersionFolder, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Without the repairs of CPU kernels a tied head keeps earlier weights."""
-    if kind.endswith("moe"):
+    if kind.endswith(("moe", "hybrid")):
         pytest.skip("its head has weights of its own")
     from dora.engine_patches import registry
 
