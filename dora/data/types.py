@@ -258,6 +258,8 @@ class EngineLoad:
     preemptions: int = 0  # cumulative: requests that lost their KV because it was full
     state_bytes: int = 0  # of the states that sessions may return to, in host memory
     states_dropped: int = 0  # cumulative: those that had no room there
+    drafted_tokens: int = 0  # cumulative: that were verified
+    accepted_tokens: int = 0  # cumulative: drafted tokens that were sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,9 @@ class BaseEngine(Generic[Live], ABC):
             self._free(reservation)
             self._slots_changed()
 
+    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Does nothing: this kind of engine drafts no tokens."""
+
     @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
         """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is changed."""

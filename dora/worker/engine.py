@@ -167,6 +167,13 @@ class RolloutEngine(Protocol):
     def remove(self, request_id: str) -> None:
         """Removes a running, frozen or kept request and frees its blocks. Unknown ids are ignored."""
 
+    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Enters a response that another engine sampled, for drafts. No sample depends on it.
+
+        ``scope`` names its prompt (``drafter.scope_of``), ``task`` the task of sessions that may repeat it, if any;
+        ``before`` are the last tokens of its prompt.
+        """
+
     def load(self) -> EngineLoad: ...
 
     def has_work(self) -> bool:

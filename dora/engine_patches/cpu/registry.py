@@ -9,6 +9,7 @@ from dora.engine_patches.cpu import (
     exact_resume,
     interleaved_rope,
     moe_experts,
+    own_noise,
     quantised_scales,
     tied_head,
 )
@@ -16,6 +17,7 @@ from dora.engine_patches.patch import Patch
 
 PATCHES: Final[tuple[Patch, ...]] = (
     exact_resume.PATCH,
+    own_noise.PATCH,
     tied_head.PATCH,
     moe_experts.PATCH,
     interleaved_rope.PATCH,

@@ -31,6 +31,7 @@ from dora.weights.canary_bounds import bound_of
 from dora.weights.load_time import READ_SHARE, load_limit_s
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
+from dora.worker.drafting.drafter import Drafter
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm import environment as vllm_environment
@@ -112,6 +113,9 @@ class VllmEngine(BaseEngine[EngineRequest]):
             pipeline_parallel=settings.pipeline_parallel,
         )
         super().__init__(capability, layout, bound)
+        if settings.speculation:
+            self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
+            self._scheduler.drafter = Drafter(settings.speculation, settings.history_bytes)
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -171,6 +175,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
         if not self.has_work():
             return []
         outputs, _ = self._step()
+        if self._scheduler.drafter is not None:
+            self._scheduler.drafter.stepped()
         deltas = [self._delta(output) for batch in outputs.values() for output in batch.outputs]
         if self._tier is not None:
             self._tier.keep_new()
@@ -204,11 +210,14 @@ class VllmEngine(BaseEngine[EngineRequest]):
             self._turns.forget(live)
             self._core.abort_requests([live.engine_id])
 
+    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+        if self._scheduler.drafter is not None:
+            self._scheduler.drafter.remember(scope, task, before, token_ids)
+
     def load(self) -> EngineLoad:
         self._scheduler.prefixes.sweep()
         pool = self._scheduler.kv_cache_manager.block_pool
-        blocks = pool.num_gpu_blocks - 1
-        states = self._scheduler.checkpoints
+        blocks, drafter, states = pool.num_gpu_blocks - 1, self._scheduler.drafter, self._scheduler.checkpoints
         blocks_used, kv_tokens = blocks - pool.get_num_free_blocks(), self._capability.kv_tokens
         return EngineLoad(
             running=self._scheduler.running_count(),
@@ -220,6 +229,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
             preemptions=self._scheduler.preemptions,
             state_bytes=0 if states is None else states.held_bytes,
             states_dropped=0 if states is None else states.dropped,
+            drafted_tokens=0 if drafter is None else drafter.drafted_tokens,
+            accepted_tokens=0 if drafter is None else drafter.accepted_tokens,
         )
 
     def has_work(self) -> bool:

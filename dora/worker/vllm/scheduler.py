@@ -19,8 +19,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
+from dora.worker.drafting.drafter import Drafter
 from dora.worker.prefixes import Prefixes
 from dora.worker.reservation import Reservation
+from dora.worker.stop_strings import StopWatch
 from dora.worker.vllm.checkpoints import Checkpoints
 from dora.worker.vllm.cut import cut_blocks
 from dora.worker.vllm.routing import Fed, RoutingRows
@@ -40,6 +42,10 @@ class HoldingScheduler(Scheduler):
         self.preemptions = 0
         self.checkpoints: Checkpoints | None = None  # set once the engine has started, where layers keep a state
         self.routing: RoutingRows | None = None  # set once the engine has started, where routing is kept
+        self.drafter: Drafter | None = None  # set once the engine has started, where it speculates
+        self._verified: dict[str, list[int]] = {}  # drafts of the last step
+        self.watches: dict[str, StopWatch] = {}  # of requests with stop strings
+        self.stops: dict[str, str] = {}  # of the last step: stop strings that its tokens completed
         self.routed_experts: dict[str, bytes] = {}  # of the last step: rows of the tokens fed to sample its tokens
         self._reserved = 0
         self._pending: dict[str, int] = {}  # by request with earlier turns: environment tokens of its turn's beginning
@@ -186,6 +192,9 @@ class HoldingScheduler(Scheduler):
 
     def _keep(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
+        # A draft may have gone on beyond the turn's end.
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        request.spec_token_ids = []
         self.finished_req_ids.add(request.request_id)  # so the runner forgets it
         self.kept[request.request_id] = request
         self._note_state(request, at_end=True)
@@ -202,6 +211,9 @@ class HoldingScheduler(Scheduler):
         self.keeps.discard(request.request_id)
         if self.checkpoints is not None:
             self.checkpoints.forget(request.request_id)
+        self.watches.pop(request.request_id, None)
+        if self.drafter is not None:
+            self.drafter.forget(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
     def add_request(self, request: Request) -> None:
@@ -226,7 +238,10 @@ class HoldingScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._make_known()
         self.prefixes.sweep()
+        self._draft()
         output = super().schedule(throttle_prefills)
+        if self.drafter is not None:
+            self.drafter.scheduled(output.total_num_scheduled_tokens)
         arrived = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id in arrived:
             self._has_blocks(request_id)
@@ -239,6 +254,30 @@ class HoldingScheduler(Scheduler):
             self._give_up_kv()
         self.connector.join()
         return output
+
+    def _draft(self) -> None:
+        """Drafts tokens of running requests. No draft takes a block that another request may need in this step."""
+        if self.drafter is None:
+            return
+        decoding = [each for each in self.running if each.num_computed_tokens == each.num_tokens - 1]
+        room = {}
+        if not self.waiting or len(self.running) >= self.max_num_active_reqs:  # else a prompt may need the step's room
+            room = {each.request_id: self._draft_room(each) for each in decoding}
+        spare, left = self.free_blocks(), self.max_num_scheduled_tokens - len(self.running)
+        drafts = self.drafter.drafts(room, len(decoding))
+        for request in decoding:
+            draft = drafts.get(request.request_id, [])[:left]
+            tail = -request.num_tokens % self.block_size
+            blocks = -(-max(0, len(draft) - tail) // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
+            if blocks > spare:
+                draft, blocks = draft[:tail], 0
+            spare, left = spare - blocks, left - len(draft)
+            request.spec_token_ids = draft
+
+    def _draft_room(self, request: Request) -> int:
+        """Returns how many drafted tokens the request can still use beside one that is sampled."""
+        left = self.max_model_len - request.num_tokens
+        return min(left, int(request.max_tokens) - request.num_output_tokens) - 1
 
     def _has_blocks(self, request_id: str) -> None:
         """Notes that a request holds its blocks by itself, so that those that it brought need no other holder."""
@@ -271,15 +310,36 @@ class HoldingScheduler(Scheduler):
             self.waiting.add_request(request)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        self.stops.clear()
+        self._verified = scheduler_output.scheduled_spec_decode_tokens
+        fed: list[Fed] = []
         if self.routing is not None:  # now: requests that this step ends give their blocks back
-            fed = self._fed(scheduler_output, model_runner_output, self.routing.group)
-            self.routed_experts = self.routing.of([*fed])
+            fed = [*self._fed(scheduler_output, model_runner_output, self.routing.group)]
         for request_id in self.keeps & scheduler_output.num_scheduled_tokens.keys() if self.checkpoints else ():
             self._note_state(self.requests[request_id], at_end=False)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        found = super().update_from_output(scheduler_output, model_runner_output)
+        if self.routing is not None:
+            new = {each.request_id: len(each.new_token_ids) for batch in found.values() for each in batch.outputs}
+            kept = [each._replace(end=each.end + new[each.name]) for each in fed if each.name in new]
+            self.routed_experts = self.routing.of(kept)
+        return found
+
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        watch = self.watches.get(request.request_id)
+        for count, token_id in enumerate(new_token_ids if watch is not None else (), 1):
+            if stop := watch.completed_by(token_id):
+                self.stops[request.request_id] = stop
+                del new_token_ids[count:]
+                break
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if self.drafter is not None:
+            self.drafter.sampled(request.request_id, new_token_ids, len(self._verified.get(request.request_id, ())))
+        return new_token_ids, stopped
 
     def _fed(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, group: int) -> Iterator[Fed]:
-        """Yields the fed tokens of requests with new ones. The first has the whole prompt, wherever its KV is from."""
+        """Yields the fed tokens of requests with new ones, up to the first of these. The first has the whole prompt,
+        wherever its KV is from.
+        """
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests.get(request_id)
             sampled = output.sampled_token_ids[output.req_id_to_index[request_id]] if output.sampled_token_ids else ()
@@ -288,7 +348,7 @@ class HoldingScheduler(Scheduler):
                 without_kv = self._without_kv(request)
                 first = held - without_kv if without_kv else 0
                 block_ids = self.kv_cache_manager.get_block_ids(request_id)[group]
-                yield Fed(request_id, block_ids, first, held + len(sampled) - 1)
+                yield Fed(request_id, block_ids, first, held - 1)
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(*args, **kwargs)

@@ -11,7 +11,7 @@ import numpy as np
 from dora.data.types import FinishReason, RequestSpec, TokenDelta
 from dora.kvtransfer.snapshot import KvSnapshot
 from dora.worker.reservation import Reservation
-from dora.worker.stop_strings import StopStrings
+from dora.worker.stop_strings import StopStrings, StopWatch
 from dora.worker.vllm.device.port import Device
 from dora.worker.vllm.requests import Made, sampling_of, to_vllm
 from dora.worker.vllm.views import EngineRequest
@@ -40,7 +40,7 @@ class Turns:
 
     def live_of(self, request: RequestSpec, made: Made) -> EngineRequest:
         made.restore_outputs(request.output_token_ids[request.turn_begin :])
-        live = EngineRequest(request, made.engine_id, made.watch, outputs=list(request.output_token_ids))
+        live = EngineRequest(request, made.engine_id, outputs=list(request.output_token_ids))
         live.logprobs.extend(request.logprobs)
         self._by_engine_id[live.engine_id] = live
         return live
@@ -56,6 +56,7 @@ class Turns:
             scheduler.bring(engine_id, reservation, snapshot.ahead)
         if request.keeps:
             scheduler.keeps.add(engine_id)
+        self._follow(engine_id, request, made.watch)
         if request.inputs:
             scheduler.begin_turn(engine_id, request.pending)
         if request.kept:
@@ -74,10 +75,19 @@ class Turns:
             if not self._core.scheduler.cut(live.engine_id, len(request.prompt_token_ids) + after):
                 return False
             live.begin_segment()
-        live.watch = self._stop_strings.watch(turn)
+        self._follow(live.engine_id, request, self._stop_strings.watch(turn))
         live.request, live.outputs, live.logprobs = request, list(request.output_token_ids), list(request.logprobs)
         self._core.scheduler.extend(live.engine_id, request.output_token_ids[after:], sampling, request.pending)
         return True
+
+    def _follow(self, engine_id: str, request: RequestSpec, watch: StopWatch | None) -> None:
+        """Tells the scheduler what ends the turn, and the drafter what precedes it."""
+        scheduler = self._core.scheduler
+        scheduler.watches.pop(engine_id, None)
+        if watch is not None:
+            scheduler.watches[engine_id] = watch
+        if scheduler.drafter is not None:
+            scheduler.drafter.begin(engine_id, request)
 
     def forget(self, live: EngineRequest) -> None:
         del self._by_engine_id[live.engine_id]
@@ -91,10 +101,7 @@ class Turns:
         live.logprobs.extend(logprobs)
         finish_reason = None if output.finish_reason is None else _FINISH[str(output.finish_reason)]
         owed = _of_prompt(output) if live.request.prompt_logprobs and first_token == live.request.turn_begin else b""
-        stop = ""
-        if live.watch is not None and finish_reason != "stop":
-            (token_id,) = output.new_token_ids  # one a step: what completes a stop is the last that was sampled
-            stop = live.watch.completed_by(token_id)
+        stop = "" if finish_reason == "stop" else scheduler.stops.get(live.engine_id, "")
         if stop:
             finish_reason = "stop"
         if finish_reason is not None and live.request.keeps:

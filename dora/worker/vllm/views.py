@@ -10,7 +10,6 @@ from dora.errors import Conflict
 from dora.kvtransfer.layout import rng_draws
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
 from dora.worker.reservation import KvStore
-from dora.worker.stop_strings import StopWatch
 
 _entries = count(1)
 
@@ -21,7 +20,6 @@ class EngineRequest:
 
     request: RequestSpec
     engine_id: str
-    watch: StopWatch | None
     entry: int = field(default_factory=_entries.__next__)  # no other request has it, nor this one if it comes again
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed, check_verifiable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,9 @@ class Cpu:
             raise InvalidValue("workers.batch_invariant", True, allowed)
         chosen = settings.engine_args.get("attention_backend", latent_backend(settings.dtype))
         log.info("CPU: %s; latent attention by %s", ", ".join(features()) or "no vector instructions", chosen)
+
+    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
+        check_verifiable(settings, has_state=has_state)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches.cpu import registry

@@ -7,7 +7,7 @@ from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.host.proof import proof_file
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed, check_verifiable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +58,9 @@ class Cuda:
             found = current_platform.get_device_capability()
             allowed = f"false: vLLM's mode needs compute capability {INVARIANT_FROM / 10}, and this GPU has {found}"
             raise InvalidValue("workers.batch_invariant", True, allowed)
+
+    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
+        check_verifiable(settings, has_state=has_state)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches import mapped_weights, stages_in_turn

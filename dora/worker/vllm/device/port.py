@@ -27,8 +27,9 @@ class EngineSettings:
     If ``kv_tokens`` is 0, the device's free memory decides. If ``block_tokens`` is 0, the attention backend does.
     ``dtype`` is float32, bfloat16, or empty for the device's. Weights, activations and KV share ``memory_share`` of a
     GPU's memory. ``quantisation`` is int8, or empty for none. ``batch_invariant`` is vLLM's mode in which a request's
-    logits do not depend on its neighbours. ``state_bytes`` of host memory keep
-    states to which sessions may return. ``engine_args`` are a user's own of vLLM's (``dora.data.engine_args``).
+    logits do not depend on its neighbours. ``state_bytes`` of host memory keep states to which sessions may return.
+    ``speculation`` is history, ngram, or empty for none; its history takes ``history_bytes``. ``engine_args`` are a
+    user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
@@ -42,6 +43,8 @@ class EngineSettings:
     memory_share: float = 0.9
     batch_invariant: bool = False
     state_bytes: int = 1 << 30
+    speculation: str = ""
+    history_bytes: int = 64 << 20
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,6 +64,9 @@ class Device(Protocol):
 
     def check_platform(self, settings: EngineSettings) -> None:
         """Raises InvalidValue if the installed vLLM serves on another device or cannot serve ``settings`` on this."""
+
+    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
+        """Raises InvalidValue if drafts cannot be verified here; with ``has_state`` layers keep a state."""
 
     def patches(self) -> Sequence[Patch]:
         """Returns the patches to vLLM, in the order in which they apply."""
@@ -103,6 +109,16 @@ class Device(Protocol):
         """Returns the store of the KV-cache. ``rows`` gives each layer's blocks in host memory, of each rank that holds
         it, ``tensors`` gives each rank's tensors by layer, and ``groups`` has each layer's group.
         """
+
+
+def check_verifiable(settings: EngineSettings, *, has_state: bool) -> None:
+    """Raises InvalidValue if no device verifies drafts with these settings."""
+    if has_state:
+        allowed = "off: layers of this model keep a state, which a token that was not sampled would change"
+        raise InvalidValue("workers.speculation", settings.speculation, allowed)
+    if settings.pipeline_parallel > 1:
+        allowed = f"off with workers.pipeline_parallel = {settings.pipeline_parallel}: the first stage knows no drafts"
+        raise InvalidValue("workers.speculation", settings.speculation, allowed)
 
 
 def check_installed(kind: Kind, installed: str) -> None:

@@ -1,0 +1,1 @@
+"""Drafts tokens that an engine verifies: from the history of responses, as many as pay."""

@@ -1,0 +1,158 @@
+"""Drafts for the requests of one engine, and learns from what was accepted."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from blake3 import blake3
+
+from dora.data.types import RequestSpec
+from dora.worker.drafting.history import History, Sequence_
+from dora.worker.drafting.pace import Pace
+
+Speculation = Literal["history", "ngram"]
+DRAFT_MAX: Final = 16  # tokens of one request in one step
+BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays is not asked again
+LEARNING: Final = 0.1  # weight of the latest draft in a request's accuracy
+PROMPT_TOKENS: Final = 32  # last ones of a prompt that precede its responses
+ACCURACY_MIN, ACCURACY_MAX = 0.05, 1.5
+RECOVERY: Final = 0.02  # how far an accuracy returns to 1 each time that no draft pays
+TASKS_MAX: Final = 65_536  # prompts whose task is known
+
+
+def scope_of(prompt_token_ids: Sequence[int]) -> bytes:
+    """Returns the scope of responses to a prompt. The service computes it too (``orchestrator/rollout/history.py``)."""
+    from array import array
+
+    return blake3(array("i", prompt_token_ids).tobytes()).digest(8)
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """A request that may get drafts. ``accuracy`` is the accepted share of the tokens that shares promised."""
+
+    sequence: Sequence_
+    tokens: int  # of the response, in the sequence
+    accuracy: float = 1.0
+    promised: float = 0.0  # of the present draft
+    pause: int = 1
+    rests: int = 0  # steps
+
+
+class Drafter:
+    """Requests are named by the engine's ids."""
+
+    def __init__(self, kind: Speculation, most_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._is_shared = kind == "history"
+        self._history = History(most_bytes)
+        self._tasks: dict[bytes, bytes] = {}  # scope of a task by that of its prompt
+        self._requests: dict[str, _Drafted] = {}
+        self._pace = Pace()
+        self._clock = clock
+        self._began_s = 0.0
+        self._fed = 0
+        self._drafted = 0
+        self._is_measured = False
+        self._tokens = 1.0  # of a request in a step
+        self._accuracy = 1.0  # of all requests
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+
+    def begin(self, engine_id: str, request: RequestSpec) -> None:
+        """Enters a request with its outputs so far, or what it has become by a next turn."""
+        known, outputs = self._requests.get(engine_id), request.output_token_ids
+        if known is not None and known.tokens <= len(outputs) and _ends_with(known, outputs):
+            self._history.extend(known.sequence, outputs[known.tokens :])
+            known.tokens = len(outputs)
+            return
+        self.forget(engine_id)
+        prompt = request.prompt_token_ids
+        own = scope_of(prompt) if self._is_shared else engine_id.encode()
+        scopes = (own, self._tasks[own]) if own in self._tasks else (own,)
+        before = prompt[-PROMPT_TOKENS:] if self._is_shared else prompt
+        sequence = self._history.begin(scopes, [*before, *outputs])
+        self._requests[engine_id] = _Drafted(sequence, len(outputs), self._accuracy)
+
+    def forget(self, engine_id: str) -> None:
+        """Ends a request. What it sampled stays in a shared history."""
+        known = self._requests.pop(engine_id, None)
+        if known is not None:
+            self._history.end(known.sequence, is_kept=self._is_shared)
+
+    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Enters a response that another engine sampled. ``before`` are the last tokens of its prompt."""
+        if not self._is_shared:
+            return
+        if task:
+            if len(self._tasks) >= TASKS_MAX:
+                self._tasks.clear()
+            self._tasks[scope] = task
+        scopes = (scope, task) if task else (scope,)
+        self._history.end(self._history.begin(scopes, [*before[-PROMPT_TOKENS:], *token_ids]), is_kept=True)
+
+    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+        """Returns drafts of decoding requests, of at most ``room`` tokens each, if they pay. ``fed`` are the tokens
+        that the step is fed without drafts.
+        """
+        self._began_s, self._fed, self._drafted = self._clock(), fed, 0
+        least = self._pace.least_share(len(room), self._tokens * len(room))
+        if least >= 1.0:
+            return {}
+        found: dict[str, list[int]] = {}
+        expected = 0.0
+        for engine_id, most in room.items():
+            known = self._requests.get(engine_id)
+            if known is None or most < 1:
+                continue
+            known.promised = 0.0
+            if known.rests:
+                known.rests -= 1
+                continue
+            draft, shares = self._history.draft(known.sequence, min(most, DRAFT_MAX), least / known.accuracy)
+            if draft:
+                found[engine_id], known.pause = draft, 1
+                known.promised = sum(shares)
+                expected += known.promised * known.accuracy
+            else:
+                known.rests = known.pause
+                known.pause = min(BACK_OFF_MAX, 2 * known.pause)
+                known.accuracy += RECOVERY * (1.0 - known.accuracy)
+        drafted = sum(map(len, found.values()))
+        if not self._pace.pays(len(room), drafted, expected):
+            return {}
+        self._drafted = drafted
+        return found
+
+    def scheduled(self, fed: int) -> None:
+        """Enters the tokens that the step is fed. Its time is measured only if these are decodes and drafts."""
+        self._is_measured = fed == self._fed + self._drafted
+
+    def stepped(self) -> None:
+        """Ends a step that ``drafts`` began."""
+        if self._is_measured:
+            self._pace.observe(self._clock() - self._began_s, self._fed + self._drafted, drafted=self._drafted > 0)
+            self._is_measured = False
+
+    def sampled(self, engine_id: str, token_ids: Sequence[int], drafted: int) -> None:
+        """Enters the tokens of a step, which verified ``drafted`` ones of this request."""
+        known = self._requests.get(engine_id)
+        if known is None or not token_ids:
+            return
+        self._history.extend(known.sequence, token_ids)
+        known.tokens += len(token_ids)
+        self._tokens += 0.01 * (len(token_ids) - self._tokens)
+        if drafted:
+            accepted = min(drafted, len(token_ids) - 1)
+            self.drafted_tokens += drafted
+            self.accepted_tokens += accepted
+            if known.promised:
+                found = min(ACCURACY_MAX, accepted / known.promised)
+                known.accuracy = max(ACCURACY_MIN, known.accuracy + LEARNING * (found - known.accuracy))
+                self._accuracy += 0.1 * LEARNING * (found - self._accuracy)
+
+
+def _ends_with(known: _Drafted, outputs: Sequence[int]) -> bool:
+    """Returns whether the response begins with the outputs that are known of it."""
+    held = known.sequence.token_ids
+    return held[len(held) - known.tokens :].tolist() == list(outputs[: known.tokens])

@@ -1,0 +1,63 @@
+"""Decides how sure a drafted token must be, from the engine's measured cost of a step.
+
+A step costs a constant, an amount for each token that it is fed, and an amount for verifying at all. A drafted token
+pays if its probability times the time of a token exceeds its cost. A full batch spends its time on tokens, so no draft
+pays there; a small one spends it on the constant.
+"""
+
+from typing import Final
+
+import numpy as np
+
+DECAY: Final = 0.98  # of what earlier steps count, from step to step
+SOLVE_STEPS: Final = 16
+PRIOR_STEPS: Final = 8.0  # that the prior counts as
+PRIOR_SHARE: Final = 0.03  # of a step's constant, for one token, before anything is known
+LEAST_MIN: Final = 0.05
+OUTLIER: Final = 4.0  # times the usual step: no measure of this engine's cost
+
+
+class Pace:
+    """The cost of steps that compute no prompt, in seconds, and the worth of a drafted token."""
+
+    def __init__(self) -> None:
+        self._moments = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self._steps = 0
+        self._mean_s = 0.0
+        self.base_s = self.token_s = self.verify_s = 0.0
+
+    def observe(self, step_s: float, fed: int, *, drafted: bool) -> None:
+        """Enters a step that was fed so many tokens."""
+        if self._steps and step_s > OUTLIER * max(self._mean_s, self.step_s(fed, drafted=drafted)):
+            return
+        self._mean_s = step_s if not self._steps else 0.95 * self._mean_s + 0.05 * step_s
+        features = np.array([1.0, fed, float(drafted)])
+        self._moments = DECAY * self._moments + np.outer(features, features)
+        self._sums = DECAY * self._sums + features * step_s
+        self._steps += 1
+        if self._steps % SOLVE_STEPS == 1:
+            self._solve(fed)
+
+    def step_s(self, fed: int, *, drafted: bool) -> float:
+        return self.base_s + self.token_s * fed + self.verify_s * drafted
+
+    def least_share(self, requests: int, tokens: float) -> float:
+        """Returns the least probability at which a drafted token pays, beside so many requests that yield ``tokens``
+        a step; above 1 none does.
+        """
+        step_s = self.step_s(requests, drafted=False)
+        return max(LEAST_MIN, self.token_s * tokens / step_s) if step_s > 0 else LEAST_MIN
+
+    def pays(self, requests: int, drafted: int, expected: float) -> bool:
+        """Returns whether a step with so many drafted tokens, of which ``expected`` are accepted, yields more."""
+        plain_s = self.step_s(requests, drafted=False)
+        return (requests + expected) * plain_s > requests * self.step_s(requests + drafted, drafted=True)
+
+    def _solve(self, fed: int) -> None:
+        """Fits the cost, drawn to a prior where steps were too alike to tell."""
+        base_s = self._mean_s / (1 + PRIOR_SHARE * fed)
+        prior = np.array([base_s, PRIOR_SHARE * base_s, 0.05 * base_s])
+        weights = PRIOR_STEPS * np.diag([1.0, 16.0, 1.0])
+        base, token, verify = np.linalg.solve(self._moments + weights, self._sums + weights @ prior)
+        self.base_s, self.token_s, self.verify_s = max(0.0, base), max(0.0, token), max(0.0, verify)
