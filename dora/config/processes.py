@@ -20,6 +20,7 @@ CONTEXT_MIN: Final = 16
 CONTEXT_MAX: Final = 1 << 22  # while neither the model's nor the KV-cache's is known
 KV_TOKENS_MIN: Final = 64
 KV_MB, KV_MB_MIN = 1024, 16
+HISTORY_MB_MIN, HISTORY_MB_MAX = 1, 4096
 
 
 class ClusterConfig(Section):
@@ -99,6 +100,14 @@ class WorkersConfig(Section):
     )
     quantisation: Literal["", "int8"] = Field(
         "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
+    )
+    speculation: Literal["off", "history", "ngram"] = Field(
+        "off",
+        description="drafts that engines verify without changing a sample: from what the fleet sampled for the prompt, "
+        "its group and its sessions' task (history), or from the request's own tokens (ngram)",
+    )
+    history_mb: int = Field(
+        64, ge=HISTORY_MB_MIN, le=HISTORY_MB_MAX, description="history of one worker, with its index; the service's too"
     )
     tensor_parallel: int = Field(1, ge=1, le=8, description="ranks that share each layer of an engine, each a process")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="stages of an engine's layers, each of so many ranks")

@@ -56,6 +56,8 @@ COUNTERS: Final = {
     "tier_losses": "losses of the KV tier by a worker",
     "tier_tokens_found": "tokens whose KV a worker read from the KV tier instead of computing it",
     "tier_tokens_kept": "tokens whose KV was stored in the KV tier",
+    "tokens_accepted": "drafted tokens that were sampled: each saved a request one step of its engine",
+    "tokens_drafted": "tokens that engines drafted and verified (`workers.speculation`)",
     "tokens_generated": "tokens delivered",
     "tokens_per_s": "their rate between the first token and the last",
     "tokens_reprefilled": "tokens whose KV was computed a second time",

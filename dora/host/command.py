@@ -59,6 +59,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--load-timeout-s": config.load_timeout_s,
         **({"--engine-args": json.dumps(config.engine_args)} if config.engine_args else {}),
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
+        **_speculation(config),
         **({"--host-folder": context.folder} if context.folder else {}),
         **({"--kv-host": context.kv_host} if context.kv_host else {}),
         **({"--kv-tier": context.kv_tier} if context.kv_tier else {}),
@@ -66,6 +67,12 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
     chosen = {"--router-replay": config.router_replay, "--batch-invariant": config.batch_invariant}
     flags = [name for name, is_chosen in chosen.items() if is_chosen]
     return ["-m", WORKER_MODULE, *(str(part) for option in options.items() for part in option), *flags]
+
+
+def _speculation(config: WorkersConfig) -> dict[str, str | int]:
+    if config.speculation == "off":
+        return {}
+    return {"--speculation": config.speculation, "--history-mb": config.history_mb}
 
 
 def pool_argv(config: KvConfig, pool_id: str, context: LaunchContext) -> list[str]:

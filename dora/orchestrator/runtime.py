@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,7 @@ from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.feed import PromptFeed
 from dora.orchestrator.rollout.groups import Groups
+from dora.orchestrator.rollout.history import FleetHistory
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompts import Prompts
 from dora.orchestrator.rollout.record_queue import RecordQueue
@@ -96,7 +97,9 @@ class Runtime:
         self.trainers = Trainers(core, self.buffer, self.journal, self.recorder)
         self.versions = Versions(core, store, versions, self.storage, self.journal, self.hosts, config.rollout)
         common = (self.buffer, self.journal, self.telemetry, self.storage, store, self.hosts, self.environments)
-        self.reports = WorkerReports(core, core.machine, *common, self.durable_ends.note)
+        history_bytes = config.workers.history_mb * 10**6 if config.workers.speculation == "history" else 0
+        self.history = FleetHistory(self.buffer, self.sessions, history_bytes)
+        self.reports = WorkerReports(core, core.machine, *common, self._ended)
         self._register(verifier, group_filter)
         self.evaluating = Evaluating(config, core, feed.check, self.buffer, self.evaluations)
         self.draining = Draining(config, core, feed, self.trainers)
@@ -118,7 +121,7 @@ class Runtime:
             evaluations,
             self.trainers,
             self.versions,
-            Workers(core, buffer, self.sessions, self.hosts),
+            Workers(core, buffer, self.sessions, self.hosts, self.history),
         ):
             core.executor.register(part.handlers)
 
@@ -183,6 +186,10 @@ class Runtime:
         """Reports a fault once the core is restored: before, the journal would record a fresh window and trainer."""
         if self.incarnation.reattachment.is_over:
             self.core.post(on.StorageChanged(fault))
+
+    def _ended(self, session: WorkerSession, request_ids: Sequence[str]) -> None:
+        self.durable_ends.note(session, request_ids)
+        self.history.ended(session, request_ids)
 
     def _end_lost(self, session: MemberSession, reason: str) -> None:
         if not self.incarnation.reattachment.is_over:

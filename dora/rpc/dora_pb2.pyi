@@ -1188,7 +1188,7 @@ class VersionStatus(_message.Message):
     def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., sessions_idle: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel")
+    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel", "tokens_per_step")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -1204,6 +1204,7 @@ class WorkerStatus(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     state: str
@@ -1219,7 +1220,8 @@ class WorkerStatus(_message.Message):
     reason: str
     tensor_parallel: int
     pipeline_parallel: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
+    tokens_per_step: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
     __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s", "staleness_groups", "parts_s")
@@ -1614,7 +1616,7 @@ class HostedVersion(_message.Message):
     def __init__(self, version: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times", "begun", "state_bytes", "states_dropped")
+    __slots__ = ("tokens", "running", "waiting", "kv_used_tokens", "reprefilled_tokens", "generated_tokens", "version", "at", "kv_tier", "preemptions", "times", "begun", "state_bytes", "states_dropped", "drafted_tokens", "accepted_tokens")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -1629,6 +1631,8 @@ class WorkerReport(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: TokenColumns
     running: int
     waiting: int
@@ -1643,7 +1647,9 @@ class WorkerReport(_message.Message):
     begun: _containers.RepeatedScalarFieldContainer[int]
     state_bytes: int
     states_dropped: int
-    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ..., state_bytes: _Optional[int] = ..., states_dropped: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, tokens: _Optional[_Union[TokenColumns, _Mapping]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_used_tokens: _Optional[int] = ..., reprefilled_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., version: _Optional[int] = ..., at: _Optional[float] = ..., kv_tier: _Optional[_Union[KvTierLoad, _Mapping]] = ..., preemptions: _Optional[int] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ..., state_bytes: _Optional[int] = ..., states_dropped: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineTimes(_message.Message):
     __slots__ = ("histograms", "ended", "prompt_tokens")
@@ -1755,7 +1761,7 @@ class WorkerOutcome(_message.Message):
     def __init__(self, command_id: _Optional[int] = ..., ok: _Optional[bool] = ..., error: _Optional[str] = ..., error_kind: _Optional[str] = ..., locator: _Optional[str] = ..., snapshot_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ..., canary_difference: _Optional[float] = ..., kv_transport: _Optional[str] = ..., kv_fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown", "pace", "start_requests", "settled", "extend_request")
+    __slots__ = ("command_id", "welcome", "load_version", "start_request", "remove_request", "reserve_slot", "cancel_reservation", "copy_out", "copy_in", "thaw", "shutdown", "pace", "start_requests", "settled", "extend_request", "remember")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -1771,6 +1777,7 @@ class WorkerCommand(_message.Message):
     START_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     EXTEND_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    REMEMBER_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     welcome: Welcome
     load_version: LoadVersion
@@ -1786,7 +1793,24 @@ class WorkerCommand(_message.Message):
     start_requests: StartRequests
     settled: Settled
     extend_request: ExtendRequest
-    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., start_requests: _Optional[_Union[StartRequests, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., extend_request: _Optional[_Union[ExtendRequest, _Mapping]] = ...) -> None: ...
+    remember: Remember
+    def __init__(self, command_id: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., load_version: _Optional[_Union[LoadVersion, _Mapping]] = ..., start_request: _Optional[_Union[StartRequest, _Mapping]] = ..., remove_request: _Optional[_Union[RemoveRequest, _Mapping]] = ..., reserve_slot: _Optional[_Union[ReserveSlot, _Mapping]] = ..., cancel_reservation: _Optional[_Union[CancelReservation, _Mapping]] = ..., copy_out: _Optional[_Union[CopyOut, _Mapping]] = ..., copy_in: _Optional[_Union[CopyIn, _Mapping]] = ..., thaw: _Optional[_Union[Thaw, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., start_requests: _Optional[_Union[StartRequests, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., extend_request: _Optional[_Union[ExtendRequest, _Mapping]] = ..., remember: _Optional[_Union[Remember, _Mapping]] = ...) -> None: ...
+
+class Remember(_message.Message):
+    __slots__ = ("responses",)
+    RESPONSES_FIELD_NUMBER: _ClassVar[int]
+    responses: _containers.RepeatedCompositeFieldContainer[RememberedResponse]
+    def __init__(self, responses: _Optional[_Iterable[_Union[RememberedResponse, _Mapping]]] = ...) -> None: ...
+
+class RememberedResponse(_message.Message):
+    __slots__ = ("scope", "task", "token_ids")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    scope: bytes
+    task: bytes
+    token_ids: bytes
+    def __init__(self, scope: _Optional[bytes] = ..., task: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
 
 class Settled(_message.Message):
     __slots__ = ("request_ids",)

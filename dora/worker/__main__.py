@@ -146,6 +146,8 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             memory_share=options.gpu_memory_utilisation,
             batch_invariant=options.batch_invariant,
             state_bytes=options.state_mb << 20,
+            speculation=options.speculation,
+            history_bytes=options.history_mb * 10**6,
             engine_args=options.engine_args,
         ),
         tier_endpoint=options.kv_tier,
@@ -181,6 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantisation", choices=("int8",), default="", help="of projections; none by default")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="vLLM's own arguments: an object of JSON")
     parser.add_argument("--batch-invariant", action="store_true", help="on GPUs: logits independent of neighbours")
+    parser.add_argument("--speculation", choices=("history", "ngram"), default="", help="drafts; none by default")
+    parser.add_argument("--history-mb", type=int, default=64, help="history from which tokens are drafted")
     parser.add_argument("--router-replay", action="store_true", help="report the experts of each token")
     parser.add_argument("--kv-host", default="", help="address at which other workers reach this one with KV")
     add_options(parser)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from dora.data.remembered import Remembered
 from dora.data.types import Canary, EngineCapability, RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound, SnapshotRefused
 from dora.kvtransfer.codec import Opening
@@ -146,7 +147,7 @@ class BaseEngine(Generic[Live], ABC):
             self._free(reservation)
             self._slots_changed()
 
-    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+    def remember(self, response: Remembered) -> None:
         """Does nothing: this kind of engine drafts no tokens."""
 
     @abstractmethod

@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from dora.data.remembered import Remembered
 from dora.data.types import Canary, EngineCapability, EngineLoad, RequestSpec, SamplingParams, TokenDelta
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvLayout, KvSnapshot, SegmentId
@@ -167,12 +168,8 @@ class RolloutEngine(Protocol):
     def remove(self, request_id: str) -> None:
         """Removes a running, frozen or kept request and frees its blocks. Unknown ids are ignored."""
 
-    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Enters a response that another engine sampled, for drafts. No sample depends on it.
-
-        ``scope`` names its prompt (``drafter.scope_of``), ``task`` the task of sessions that may repeat it, if any;
-        ``before`` are the last tokens of its prompt.
-        """
+    def remember(self, response: Remembered) -> None:
+        """Enters what another engine sampled, for drafts. No sample depends on it."""
 
     def load(self) -> EngineLoad: ...
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
+from dora.data.remembered import Remembered
 from dora.data.types import RequestSpec
 from dora.errors import Conflict, NotFound
 from dora.kvtransfer.endpoint import Endpoint, ReserveOrder, SnapshotRoom
@@ -74,6 +75,7 @@ class EngineLoop(CommandLoop[Reporting]):
             "extend_request": self._extend_request,
             "pace": self._pace,
             "settled": self._settle,
+            "remember": self._remember,
         }
 
     def turn(self) -> None:
@@ -113,6 +115,12 @@ class EngineLoop(CommandLoop[Reporting]):
         if self._responses is not None:
             for request_id in notice.request_ids:
                 self._responses.settle(request_id)
+        return LATER
+
+    def _remember(self, notice: pb.Remember, _outcome: pb.WorkerOutcome) -> object:
+        for each in notice.responses:
+            token_ids = convert.token_ids_from_wire(each.token_ids, "token_ids")
+            self._engine.remember(Remembered(each.scope, each.task, tuple(token_ids)))
         return LATER
 
     def _load_version(self, order: pb.LoadVersion, outcome: pb.WorkerOutcome) -> None:

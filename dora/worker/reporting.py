@@ -117,6 +117,8 @@ class Reporting(Responder):
             preemptions=load.preemptions - self._base.preemptions,
             state_bytes=load.state_bytes,
             states_dropped=load.states_dropped - self._base.states_dropped,
+            drafted_tokens=load.drafted_tokens - self._base.drafted_tokens,
+            accepted_tokens=load.accepted_tokens - self._base.accepted_tokens,
             version=version,
             at=time.time(),
             kv_tier=None if load.tier is None else convert.tier_to_wire(load.tier),

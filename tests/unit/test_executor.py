@@ -22,6 +22,7 @@ from dora.orchestrator.recording.storage import Storage
 from dora.orchestrator.rollout.environments import Environments
 from dora.orchestrator.rollout.evaluations import Evaluations
 from dora.orchestrator.rollout.groups import Groups
+from dora.orchestrator.rollout.history import FleetHistory
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.prompt_ledger import PromptLedger, PromptState
 from dora.orchestrator.rollout.prompts import Prompts
@@ -136,7 +137,7 @@ class Parts:
             self.evaluations,
             self.trainers,
             Versions(core, self.store, None, self.storage, journal, self.hosts, RolloutConfig()),
-            Workers(core, buffer, self.sessions, self.hosts),
+            Workers(core, buffer, self.sessions, self.hosts, FleetHistory(buffer, self.sessions, 0)),
         ):
             self.executor.register(part.handlers)
 

@@ -93,7 +93,7 @@ def _padded(output: SamplerOutput, sampled: list[list[int]], kept: list[int], co
 def _by_position(sampling: SamplingMetadata, counts: list[int], drafts: list[list[int]]) -> SamplingMetadata:
     """Returns the sampling of each position as that of a request whose outputs include the drafted tokens before it."""
     requests = np.repeat(np.arange(len(counts)), counts)
-    rows = torch.from_numpy(requests)
+    rows, own = torch.from_numpy(requests), sampling.generators
     places = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
 
     def of_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -104,30 +104,22 @@ def _by_position(sampling: SamplingMetadata, counts: list[int], drafts: list[lis
             return []
         return [[*outputs[index], *drafts[index][:at]] for index, at in zip(requests, places, strict=True)]
 
-    return replace(
+    found = replace(
         sampling,
         temperature=of_rows(sampling.temperature),
         top_p=of_rows(sampling.top_p),
         top_k=of_rows(sampling.top_k),
         # A generator draws once a row, in this order: so each position gets its own draw.
-        generators={
-            row: sampling.generators[index]
-            for row, index in enumerate(requests.tolist())
-            if index in sampling.generators
-        },
+        generators={row: own[index] for row, index in enumerate(requests.tolist()) if index in own},
         prompt_token_ids=of_rows(sampling.prompt_token_ids),
-        frequency_penalties=sampling.frequency_penalties[rows]
-        if not sampling.no_penalties
-        else sampling.frequency_penalties,
-        presence_penalties=sampling.presence_penalties[rows]
-        if not sampling.no_penalties
-        else sampling.presence_penalties,
-        repetition_penalties=sampling.repetition_penalties[rows]
-        if not sampling.no_penalties
-        else sampling.repetition_penalties,
         output_token_ids=with_draft(sampling.output_token_ids),
         logitsprocs=_processors(sampling.logitsprocs, requests, places),
     )
+    if not sampling.no_penalties:
+        found.frequency_penalties = sampling.frequency_penalties[rows]
+        found.presence_penalties = sampling.presence_penalties[rows]
+        found.repetition_penalties = sampling.repetition_penalties[rows]
+    return found
 
 
 def _processors(whole: LogitsProcessors, requests: np.ndarray, places: np.ndarray) -> LogitsProcessors:

@@ -47,6 +47,10 @@ def demo(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
+    speculation: Annotated[
+        Literal["off", "history", "ngram"] | None,
+        typer.Option(help="Drafts that workers verify (workers.speculation); the same tokens in fewer steps."),
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
     replay_share: Annotated[
         float, typer.Option(metavar="SHARE", help="Of the groups trained on, those of earlier steps; at most 0.5.")
@@ -98,6 +102,7 @@ def demo(
         window=window_size(window),
         workers=workers,
         max_tokens=max_tokens,
+        speculation=speculation,
         learning_rate=learning_rate,
         replay_share=replay_share,
         replay_by=replay_by,

@@ -26,6 +26,7 @@ class DemoOptions:
     window: WindowSize | None = None
     workers: int | None = None
     max_tokens: int | None = None
+    speculation: str | None = None
     learning_rate: float | None = None
     seed: int = 0
     settings: tuple[str, ...] = ()  # overrides of the service's configuration, "section.field=value"
@@ -102,6 +103,7 @@ def service_config(options: DemoOptions, folder: OutFolder) -> Config:
             "rollout.group_size": options.group_size,
             "rollout.max_tokens": options.max_tokens,
             "workers.count": options.workers,
+            "workers.speculation": options.speculation,
         }
     )
     config = load_config(None, [*defaults, *options.settings, *own])

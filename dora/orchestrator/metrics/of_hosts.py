@@ -130,6 +130,18 @@ ENGINES: Final = (
         lambda seen: seen.engines("states_dropped"),
         LABELS,
     ),
+    Metric(
+        "vllm:spec_decode_num_draft_tokens_total",
+        "Drafted tokens.",
+        lambda seen: seen.engines("drafted_tokens"),
+        LABELS,
+    ),
+    Metric(
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "Drafted tokens that were sampled.",
+        lambda seen: seen.engines("accepted_tokens"),
+        LABELS,
+    ),
     Metric("vllm:num_preemptions_total", "Requests that lost KV.", lambda seen: seen.engines("preemptions"), LABELS),
 )
 HOST: Final = (*MACHINE, *ENGINES)

@@ -93,10 +93,13 @@ class WorkerReports:
         session.rate.observe(now, report.generated_tokens)
         self._telemetry.tokens_reprefilled += max(0, report.reprefilled_tokens - session.load.reprefilled_tokens)
         self._telemetry.preemptions += max(0, report.preemptions - session.load.preemptions)
+        self._telemetry.tokens_drafted += max(0, report.drafted_tokens - session.load.drafted_tokens)
+        self._telemetry.tokens_accepted += max(0, report.accepted_tokens - session.load.accepted_tokens)
         session.load = EngineLoad(
             report.running, report.waiting, report.kv_used_tokens,
             report.reprefilled_tokens, report.generated_tokens, preemptions=report.preemptions,
             state_bytes=report.state_bytes, states_dropped=report.states_dropped,
+            drafted_tokens=report.drafted_tokens, accepted_tokens=report.accepted_tokens,
         )  # fmt: skip
         if report.HasField("times"):
             session.times.CopyFrom(report.times)

@@ -101,6 +101,7 @@ class WorkerSession(MemberSession):
         self.copy_s = 0.0  # of the last request's KV that left it; 0: none
         self.copy_bytes = 0
         self.rate = Rate()
+        self.told: dict[bytes, int] = {}  # by scope of the fleet's history: the last entry that it has
 
 
 class PoolSession(MemberSession):

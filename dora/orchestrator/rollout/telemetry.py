@@ -127,6 +127,8 @@ class Telemetry:
         self.kv_bytes = 0
         self.kv_fallbacks = 0
         self.preemptions = 0
+        self.tokens_drafted = 0
+        self.tokens_accepted = 0
         self.pool_spilled = 0
         self.pool_dropped = 0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -292,6 +294,8 @@ class Telemetry:
             "kv_bytes": self.kv_bytes,
             "kv_fallbacks": self.kv_fallbacks,
             "preemptions": self.preemptions,
+            "tokens_drafted": self.tokens_drafted,
+            "tokens_accepted": self.tokens_accepted,
             "tier_tokens_found": self.tier_tokens_found,
             "tier_tokens_kept": self.tier_tokens_kept,
             "tier_chunks_damaged": self.tier_chunks_damaged,

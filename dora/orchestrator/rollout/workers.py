@@ -9,9 +9,10 @@ from dora.core import events as on
 from dora.core.handoff.table import FROM_POOL, HandoffKind
 from dora.errors import NotFound
 from dora.orchestrator.rollout.core import Core, Handlers
+from dora.orchestrator.rollout.history import FleetHistory
 from dora.orchestrator.rollout.orders import HostVersions, worker_message
 from dora.orchestrator.rollout.responses.buffer import ResponseBuffer
-from dora.orchestrator.rollout.streams import MemberSessions
+from dora.orchestrator.rollout.streams import MemberSessions, WorkerSession
 from dora.rpc import dora_pb2 as pb
 from dora.system.log_lines import about
 
@@ -28,6 +29,7 @@ class Workers:
     _buffer: ResponseBuffer
     _sessions: MemberSessions
     _hosts: HostVersions
+    _history: FleetHistory
 
     def __post_init__(self) -> None:
         self.handlers: Handlers = {
@@ -41,6 +43,8 @@ class Workers:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
         if session is None:
             return
+        if isinstance(command, do.StartRequest | do.CopyIn) and isinstance(session, WorkerSession):
+            self._history.introduce(session, command.request_id)
         try:
             session.send(self._message(command))
         except (NotFound, OSError) as error:  # the store no longer knows the version's name

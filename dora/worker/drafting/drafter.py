@@ -3,29 +3,19 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-from blake3 import blake3
-
+from dora.data.remembered import PROMPT_TOKENS, Remembered, scope_of
 from dora.data.types import RequestSpec
 from dora.worker.drafting.history import History, Sequence_
 from dora.worker.drafting.pace import Pace
 
-Speculation = Literal["history", "ngram"]
 DRAFT_MAX: Final = 16  # tokens of one request in one step
 BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays is not asked again
 LEARNING: Final = 0.1  # weight of the latest draft in a request's accuracy
-PROMPT_TOKENS: Final = 32  # last ones of a prompt that precede its responses
 ACCURACY_MIN, ACCURACY_MAX = 0.05, 1.5
 RECOVERY: Final = 0.02  # how far an accuracy returns to 1 each time that no draft pays
 TASKS_MAX: Final = 65_536  # prompts whose task is known
-
-
-def scope_of(prompt_token_ids: Sequence[int]) -> bytes:
-    """Returns the scope of responses to a prompt. The service computes it too (``orchestrator/rollout/history.py``)."""
-    from array import array
-
-    return blake3(array("i", prompt_token_ids).tobytes()).digest(8)
 
 
 @dataclass(slots=True)
@@ -43,8 +33,9 @@ class _Drafted:
 class Drafter:
     """Requests are named by the engine's ids."""
 
-    def __init__(self, kind: Speculation, most_bytes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._is_shared = kind == "history"
+    def __init__(self, most_bytes: int, *, is_shared: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Unless the history ``is_shared``, a request's drafts come from its own tokens. ``clock`` gives seconds."""
+        self._is_shared = is_shared
         self._history = History(most_bytes)
         self._tasks: dict[bytes, bytes] = {}  # scope of a task by that of its prompt
         self._requests: dict[str, _Drafted] = {}
@@ -69,7 +60,7 @@ class Drafter:
         self.forget(engine_id)
         prompt = request.prompt_token_ids
         own = scope_of(prompt) if self._is_shared else engine_id.encode()
-        scopes = (own, self._tasks[own]) if own in self._tasks else (own,)
+        scopes = tuple(filter(None, (own, self._tasks.get(own, b""))))
         before = prompt[-PROMPT_TOKENS:] if self._is_shared else prompt
         sequence = self._history.begin(scopes, [*before, *outputs])
         self._requests[engine_id] = _Drafted(sequence, len(outputs), self._accuracy)
@@ -80,16 +71,16 @@ class Drafter:
         if known is not None:
             self._history.end(known.sequence, is_kept=self._is_shared)
 
-    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Enters a response that another engine sampled. ``before`` are the last tokens of its prompt."""
+    def remember(self, response: Remembered) -> None:
+        """Enters what another engine sampled."""
         if not self._is_shared:
             return
-        if task:
+        if response.task:
             if len(self._tasks) >= TASKS_MAX:
                 self._tasks.clear()
-            self._tasks[scope] = task
-        scopes = (scope, task) if task else (scope,)
-        self._history.end(self._history.begin(scopes, [*before[-PROMPT_TOKENS:], *token_ids]), is_kept=True)
+            self._tasks[response.scope] = response.task
+        if response.token_ids:
+            self._history.end(self._history.begin(response.scopes, response.token_ids), is_kept=True)
 
     def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
         """Returns drafts of decoding requests, of at most ``room`` tokens each, if they pay. ``fed`` are the tokens

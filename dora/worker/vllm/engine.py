@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.data.engine_args import quantisation_of
+from dora.data.remembered import Remembered
 from dora.data.types import (
     Canary,
     EngineCapability,
@@ -115,7 +116,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
         super().__init__(capability, layout, bound)
         if settings.speculation:
             self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
-            self._scheduler.drafter = Drafter(settings.speculation, settings.history_bytes)
+            is_shared = settings.speculation == "history"
+            self._scheduler.drafter = Drafter(settings.history_bytes, is_shared=is_shared)
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -210,9 +212,9 @@ class VllmEngine(BaseEngine[EngineRequest]):
             self._turns.forget(live)
             self._core.abort_requests([live.engine_id])
 
-    def remember(self, scope: bytes, task: bytes, before: Sequence[int], token_ids: Sequence[int]) -> None:
+    def remember(self, response: Remembered) -> None:
         if self._scheduler.drafter is not None:
-            self._scheduler.drafter.remember(scope, task, before, token_ids)
+            self._scheduler.drafter.remember(response)
 
     def load(self) -> EngineLoad:
         self._scheduler.prefixes.sweep()

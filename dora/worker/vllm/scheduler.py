@@ -326,8 +326,8 @@ class HoldingScheduler(Scheduler):
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         watch = self.watches.get(request.request_id)
-        for count, token_id in enumerate(new_token_ids if watch is not None else (), 1):
-            if stop := watch.completed_by(token_id):
+        for count, token_id in enumerate(new_token_ids, 1):
+            if watch is not None and (stop := watch.completed_by(token_id)):
                 self.stops[request.request_id] = stop
                 del new_token_ids[count:]
                 break
