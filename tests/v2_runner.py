@@ -29,10 +29,12 @@ class V2OnCpu(Cpu):
     }
 
     def patches(self) -> Sequence[Patch]:
-        from dora.engine_patches import stages_in_turn
-        from dora.engine_patches.cpu import exact_resume
+        from dora.engine_patches import own_noise_v2, stages_in_turn
+        from dora.engine_patches.cpu import exact_resume, own_noise
 
-        return [*(patch for patch in super().patches() if patch is not exact_resume.PATCH), stages_in_turn.PATCH]
+        of_cpu_runner = (exact_resume.PATCH, own_noise.PATCH)
+        kept = [patch for patch in super().patches() if patch not in of_cpu_runner]
+        return [*kept, stages_in_turn.PATCH, own_noise_v2.PATCH]
 
     def check_runner(self, runner: Any) -> str:
         from dora.worker.vllm.device.cuda import Cuda

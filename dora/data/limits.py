@@ -20,6 +20,7 @@ ID_CHARACTERS_MAX: Final = 256  # of the name of a prompt or of a task
 TEXT_BYTES_MAX: Final = 4 << 20  # of a prompt's text or chat
 SAMPLING_BYTES_MAX: Final = 16 << 10  # of a prompt's sampling parameters
 STOPS_MAX: Final = 16  # stop strings of a request
+DRAFT_TOKENS_MAX: Final = 16  # of one request in one step of an engine
 STOP_CHARACTERS_MAX: Final = 128  # of one of them
 STOP_TOKENS_MAX: Final = 64  # stop token ids of a request
 PRIORITY_MAX: Final = 1000  # of a prompt; the minimum is its negative

@@ -8,6 +8,7 @@ Each vLLM engine here writes KV as late as its store may: a write that no step h
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -25,9 +26,10 @@ from tests.streams import LateStreams
 OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
 # Files whose tests are not of models with a state: no KV of theirs is cut, shared or written before its request.
 OF_BLOCKS = ("test_engine_forks.py", "test_precopy.py", "test_shared_prefix.py", "test_written_ahead.py")
-V2_KINDS = ("vllm-v2", "vllm-v2-moe", "vllm-v2-hybrid")
-KINDS = V2_KINDS if v2_runner.IS_CHOSEN else ("fake", "vllm-dense", "vllm-moe", "vllm-hybrid")
-MODELS: dict[str, TinyKind] = {"fake": "dense", "dense": "dense", "v2": "dense", "moe": "moe", "hybrid": "hybrid"}
+OF_CPUS = ("fake", "vllm-dense", "vllm-drafts", "vllm-moe", "vllm-hybrid")
+KINDS = ("vllm-v2", "vllm-v2-moe", "vllm-v2-hybrid") if v2_runner.IS_CHOSEN else OF_CPUS
+NAMED: dict[str, TinyKind] = {"fake": "dense", "drafts": "dense", "v2": "dense"}
+MODELS: dict[str, TinyKind] = {**NAMED, **{kind: kind for kind in get_args(TinyKind)}}
 
 
 def make_engine(kind: str, model: Path) -> RolloutEngine:
@@ -43,10 +45,14 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
+    speculation = "history" if "drafts" in kind else ""
     return VllmEngine(
         model,
-        EngineSettings(slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS),
+        EngineSettings(
+            slots=SLOTS, kv_tokens=KV_TOKENS, max_model_len_tokens=MAX_MODEL_LEN_TOKENS, speculation=speculation
+        ),
         device=device,
+        router_replay=kind == "vllm-drafts-moe",
     )
 
 
@@ -95,7 +101,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-            if group in ("vllm-moe", "vllm-hybrid") and item.path.name not in OF_MIXTURES:
+            is_whole = group in ("vllm-moe", "vllm-hybrid") and item.path.name in OF_MIXTURES
+            is_short = group == "vllm-drafts" and item.path.name == "test_drafts.py"
+            if group not in ("vllm-dense", "vllm-v2", "vllm-v2-moe") and not (is_whole or is_short):
                 item.add_marker(pytest.mark.full)
     items.sort(key=lambda item: (not group_of(item), group_of(item)))
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dora.data.limits import DRAFT_TOKENS_MAX
 from dora.data.remembered import PROMPT_TOKENS, Remembered, scope_of
 from dora.data.types import RequestSpec
 from dora.worker.drafting.history import History, Sequence_
 from dora.worker.drafting.pace import Pace
 
-DRAFT_MAX: Final = 16  # tokens of one request in one step
 BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays is not asked again
 LEARNING: Final = 0.1  # weight of the latest draft in a request's accuracy
 ACCURACY_MIN, ACCURACY_MAX = 0.05, 1.5
@@ -100,7 +100,7 @@ class Drafter:
             if known.rests:
                 known.rests -= 1
                 continue
-            draft, shares = self._history.draft(known.sequence, min(most, DRAFT_MAX), least / known.accuracy)
+            draft, shares = self._history.draft(known.sequence, min(most, DRAFT_TOKENS_MAX), least / known.accuracy)
             if draft:
                 found[engine_id], known.pause = draft, 1
                 known.promised = sum(shares)

@@ -63,9 +63,9 @@ class Cuda:
         check_verifiable(settings, has_state=has_state)
 
     def patches(self) -> Sequence[Patch]:
-        from dora.engine_patches import mapped_weights, stages_in_turn
+        from dora.engine_patches import mapped_weights, own_noise_v2, stages_in_turn
 
-        return (mapped_weights.PATCH, stages_in_turn.PATCH)
+        return (mapped_weights.PATCH, stages_in_turn.PATCH, own_noise_v2.PATCH)
 
     def check_runner(self, runner: Any) -> str:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner

@@ -1,0 +1,201 @@
+"""Drafts that an engine verifies change no token, logprob or expert row, whatever they guess."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from dora.data.remembered import Remembered, scope_of
+from dora.data.sampling import effective
+from dora.data.types import RequestSpec, SamplingParams
+from dora.worker.vllm.engine import VllmEngine
+from tests.contract.driver import (
+    FILLING,
+    GREEDY,
+    ROUNDING,
+    SAMPLED,
+    SLOTS,
+    Driver,
+    Response,
+    VersionFolder,
+    farthest,
+    make_request,
+    mixed_requests,
+    run,
+)
+
+SEEDS = 4  # of random sampling parameters, each for a batch
+ROUNDS = ("vllm-drafts-mla",)  # kinds whose logprobs depend on the batch, with drafts or without
+
+
+@pytest.fixture(
+    scope="module",
+    params=["vllm-drafts", "vllm-drafts-moe", "vllm-drafts-window", "vllm-drafts-mla"],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Guessing:
+    """Drafts the tokens of known responses, some of them wrong, of random lengths."""
+
+    def __init__(self, tokens_of: Callable[[str], list[int]], so_far: Callable[[str], int], seed: int) -> None:
+        self._tokens_of, self._so_far, self._random = tokens_of, so_far, random.Random(seed)
+        self.drafted_tokens = self.accepted_tokens = self.longest = 0
+
+    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+        found = {}
+        for engine_id, most in room.items():
+            name = engine_id.partition("-")[2]
+            first, count = self._so_far(name), min(most, self._random.randrange(9))
+            draft = self._tokens_of(name)[first : first + count]
+            draft += [self._random.randrange(3, 60) for _ in range(count - len(draft))]
+            if draft and self._random.random() < 0.5:
+                draft[self._random.randrange(len(draft))] = self._random.randrange(3, 60)
+            if draft:
+                found[engine_id] = draft
+        return found
+
+    def sampled(self, engine_id: str, token_ids: list[int], drafted: int) -> None:
+        self.drafted_tokens += drafted
+        self.accepted_tokens += len(token_ids) - 1
+        self.longest = max(self.longest, len(token_ids))
+
+    def begin(self, engine_id: str, request: RequestSpec) -> None: ...
+    def forget(self, engine_id: str) -> None: ...
+    def scheduled(self, fed: int) -> None: ...
+    def stepped(self) -> None: ...
+
+
+@pytest.fixture
+def plain(started_engine: VllmEngine, version_folder: VersionFolder) -> Iterator[VllmEngine]:
+    """The engine with version 1, no request and no drafts."""
+    started_engine.load_weights(1, version_folder(1), None)
+    scheduler = started_engine.core.scheduler
+    own, scheduler.drafter = scheduler.drafter, None
+    yield started_engine
+    scheduler.drafter = own
+
+
+def guess(engine: VllmEngine, responses: dict[str, Response], seed: int) -> Guessing:
+    guessing = Guessing(
+        lambda name: list(responses[name].token_ids),
+        lambda name: len(engine.request(name).output_token_ids),
+        seed,
+    )
+    engine.core.scheduler.drafter = guessing
+    return guessing
+
+
+def requests_of(seed: int) -> list[RequestSpec]:
+    """A full batch, each request with random sampling parameters."""
+    chosen = random.Random(seed)
+    requests = []
+    for index in range(SLOTS):
+        sampling = SamplingParams(
+            temperature=chosen.choice([0.0, 0.4, 1.0, 1.3]),
+            seed=chosen.randrange(1 << 31),
+            top_p=chosen.choice([1.0, 0.7]),
+            top_k=chosen.choice([0, 4]),
+            min_p=chosen.choice([0.0, 0.08]),
+            max_tokens=chosen.randrange(1, 60),
+            presence_penalty=chosen.choice([0.0, 0.9]),
+            frequency_penalty=chosen.choice([0.0, -0.5]),
+            repetition_penalty=chosen.choice([1.0, 1.3]),
+            stop_token_ids=(5, 9, 14),
+            stop=chosen.choice([(), ("1", "3 "), ("a",)]),
+        )
+        least = chosen.choice([0, min(25, sampling.max_tokens)])
+        requests.append(make_request(index, effective(replace(sampling, min_tokens=least))))
+    return requests
+
+
+def check(kind: str, found: dict[str, Response], expected: dict[str, Response]) -> None:
+    if kind in ROUNDS:
+        assert farthest(found, expected) < ROUNDING
+    else:
+        assert found == expected
+
+
+def test_no_sampling_parameter_makes_a_draft_change_a_response(kind: str, plain: VllmEngine) -> None:
+    for seed in range(SEEDS):
+        plain.core.scheduler.drafter = None
+        expected = run(plain, requests_of(seed))
+        guessing = guess(plain, expected, seed)
+        check(kind, run(plain, requests_of(seed)), expected)
+        assert 0 < guessing.accepted_tokens < guessing.drafted_tokens
+        assert guessing.longest > 4
+
+
+def test_a_request_moves_between_drafts(kind: str, plain: VllmEngine) -> None:
+    expected = run(plain, mixed_requests(6))
+    guess(plain, expected, 1)
+    driver, chosen = Driver(plain), random.Random(2)
+    for request in mixed_requests(6):
+        driver.add(request)
+    while plain.has_work():
+        driver.step()
+        moving = chosen.choice(driver.unfinished() or [""])
+        if moving and driver.responses[moving].token_ids:
+            plain.take_in(driver.take_out(moving))
+    check(kind, driver.responses, expected)
+
+
+def test_a_killed_request_resumes_after_a_draft(kind: str, plain: VllmEngine) -> None:
+    request = make_request(1, SAMPLED)
+    expected = run(plain, [request])
+    guess(plain, expected, 3)
+    driver = Driver(plain)
+    driver.add(request)
+    driver.step(4)
+    assert driver.unfinished()
+    plain.remove("r1")
+    driver.resume(request)
+    assert farthest(driver.finish(), expected) < ROUNDING
+
+
+def test_drafts_under_pressure_preempt_nobody_more(kind: str, plain: VllmEngine) -> None:
+    requests = [make_request(index, replace(SAMPLED, max_tokens=100), 20) for index in range(SLOTS)]
+    before = plain.load().preemptions
+    expected = run(plain, requests)
+    without = plain.load().preemptions - before
+    guess(plain, expected, 4)
+    assert farthest(run(plain, requests), expected) < ROUNDING
+    assert plain.load().preemptions - before - without <= without + 1
+
+
+def test_a_session_goes_on_after_a_turn_that_ended_within_a_draft(kind: str, plain: VllmEngine) -> None:
+    def two_turns() -> Response:
+        driver = Driver(plain)
+        sampling = replace(SAMPLED, max_tokens=60, stop=("1", "7", "9", "e"))
+        driver.add(replace(make_request(3, sampling), keeps=True))
+        driver.finish()
+        response = driver.responses["r3"]
+        response.finish_reason = None
+        plain.extend("r3", (4, 8, 15), replace(GREEDY, max_tokens=30))
+        response.token_ids += [4, 8, 15]
+        response.logprobs += [0.0, 0.0, 0.0]
+        driver.finish()
+        plain.remove("r3")
+        return response
+
+    expected = {"r3": two_turns()}
+    assert expected["r3"].finish_reason == "length"
+    guess(plain, expected, 5)
+    assert farthest({"r3": two_turns()}, expected) < ROUNDING
+
+
+def test_what_others_sampled_is_drafted(kind: str, plain: VllmEngine, started_engine: VllmEngine) -> None:
+    from dora.worker.drafting.drafter import Drafter
+
+    request = make_request(2, FILLING, 30)
+    expected = run(plain, [request])
+    drafter = plain.core.scheduler.drafter = Drafter(1 << 20, is_shared=True)
+    scope, before = scope_of(request.prompt_token_ids), request.prompt_token_ids
+    plain.remember(Remembered(scope, b"", (*before, *expected["r2"].token_ids)))
+    found = run(plain, [request])
+    check(kind, found, expected)
+    assert drafter.accepted_tokens > len(expected["r2"].token_ids) // 2
+    load = plain.load()
+    assert (load.drafted_tokens, load.accepted_tokens) == (drafter.drafted_tokens, drafter.accepted_tokens)
