@@ -139,6 +139,10 @@ class CostConfig(Section):
     expert_fraction: float = Field(1.0, ge=1e-6, le=1.0, description="share of the experts one token reads; 1: dense")
     imbalance: float = Field(0.0, ge=0.0, le=1e4, description="extra k3 from uneven experts, times 1/sqrt(requests)")
     shared_fraction: Fraction = Field(0.0, description="share of the weights that every token reads")
+    draft_acceptance: float = Field(
+        0.0, ge=0.0, le=0.99, description="probability that a drafted token is accepted; 0: engines draft none"
+    )
+    draft_verify_s: StepSeconds = Field(0.0, description="a step's seconds to verify drafts at all")
 
     def check(self, place: str) -> None:
         """Raises InvalidValue if a step takes no time: no forecast would be possible, and a simulated engine would

@@ -48,6 +48,7 @@ class CommittedStep:
     waited_s: float | None = None  # the trainer's wait for groups; None: unknown
     weights: str = ALL_WEIGHTS  # the service's ``record_weights``; the recorder fills it in
     replayed: tuple[str, ...] = ()  # groups of earlier steps that the trainer says it trained on once more
+    drafts: tuple[int, ...] = ()  # tokens that engines drafted and accepted since the commit before; empty: none
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:

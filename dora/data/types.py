@@ -261,6 +261,12 @@ class EngineLoad:
     drafted_tokens: int = 0  # cumulative: that were verified
     accepted_tokens: int = 0  # cumulative: drafted tokens that were sampled
 
+    @property
+    def tokens_per_step(self) -> float:
+        """The tokens of a request in a step of the engine, above 1 by accepted drafts; 0 if none were drafted."""
+        steps = self.generated_tokens - self.accepted_tokens
+        return self.generated_tokens / steps if self.drafted_tokens and steps > 0 else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Canary:

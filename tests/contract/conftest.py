@@ -21,6 +21,7 @@ from dora.worker.vllm.device.cpu import Cpu
 from dora.worker.vllm.device.port import Device, Kind
 from tests import v2_runner
 from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver, VersionFolder
+from tests.contract.guesses import Wrong
 from tests.streams import LateStreams
 
 OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
@@ -72,6 +73,8 @@ class Engines:
         if self._engine is None or kind != self._kind:
             self.close()
             self._kind, self._engine = kind, make_engine(kind, self.version(kind, 1))
+            if "drafts" in kind:
+                self._engine.core.scheduler.drafter = Wrong()
         return self._engine
 
     def close(self) -> None:

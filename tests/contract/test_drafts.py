@@ -1,7 +1,7 @@
 """Drafts that an engine verifies change no token, logprob or expert row, whatever they guess."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,7 @@ from tests.contract.driver import (
     mixed_requests,
     run,
 )
+from tests.contract.guesses import Guessing
 
 SEEDS = 4  # of random sampling parameters, each for a batch
 ROUNDS = ("vllm-drafts-mla",)  # kinds whose logprobs depend on the batch, with drafts or without
@@ -35,37 +36,6 @@ ROUNDS = ("vllm-drafts-mla",)  # kinds whose logprobs depend on the batch, with 
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-class Guessing:
-    """Drafts the tokens of known responses, some of them wrong, of random lengths."""
-
-    def __init__(self, tokens_of: Callable[[str], list[int]], so_far: Callable[[str], int], seed: int) -> None:
-        self._tokens_of, self._so_far, self._random = tokens_of, so_far, random.Random(seed)
-        self.drafted_tokens = self.accepted_tokens = self.longest = 0
-
-    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
-        found = {}
-        for engine_id, most in room.items():
-            name = engine_id.partition("-")[2]
-            first, count = self._so_far(name), min(most, self._random.randrange(9))
-            draft = self._tokens_of(name)[first : first + count]
-            draft += [self._random.randrange(3, 60) for _ in range(count - len(draft))]
-            if draft and self._random.random() < 0.5:
-                draft[self._random.randrange(len(draft))] = self._random.randrange(3, 60)
-            if draft:
-                found[engine_id] = draft
-        return found
-
-    def sampled(self, engine_id: str, token_ids: list[int], drafted: int) -> None:
-        self.drafted_tokens += drafted
-        self.accepted_tokens += len(token_ids) - 1
-        self.longest = max(self.longest, len(token_ids))
-
-    def begin(self, engine_id: str, request: RequestSpec) -> None: ...
-    def forget(self, engine_id: str) -> None: ...
-    def scheduled(self, fed: int) -> None: ...
-    def stepped(self) -> None: ...
 
 
 @pytest.fixture

@@ -18,13 +18,20 @@ an ``imbalance`` of 0.
 
 Layers that keep a state instead of KV read and write it once per request, however long its context is. They add a term
 of ``state_s * n``, and a copy of a request takes ``copy_state_s`` besides the time of its KV.
+
+An engine that drafts ``d`` tokens for each request computes ``n * (1 + d)`` tokens in a step and reads the KV once. If
+each drafted token is accepted with probability ``p`` while all before it are, a request gains ``1 + p + ... + p**d``
+tokens a step. The engine takes the ``d`` that is best for its batch (``worker/drafting/pace.py``), none in a full one,
+and all times here are those in which each request gains one token.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from dora.config import CostConfig
 from dora.core.table import Column
+from dora.data.limits import DRAFT_TOKENS_MAX
 
 Number = TypeVar("Number", float, Column)
 
@@ -44,6 +51,8 @@ class CostModel:
     expert_fraction: float = 1.0  # share of the unshared weights that one token reads: its experts; 1: dense
     imbalance: float = 0.0  # k3 grows by this share with one running request, and by its 1/sqrt(n) with n
     shared_fraction: float = 0.0  # share of all weights that every token reads: attention, embeddings, shared experts
+    draft_acceptance: float = 0.0  # probability that a drafted token is accepted; 0: the engine drafts none
+    draft_verify_s: float = 0.0  # seconds of a step to verify drafts at all
 
     @classmethod
     def of(cls, config: CostConfig) -> "CostModel":
@@ -62,24 +71,47 @@ class CostModel:
         """The part of a step that depends only on the number of running requests."""
         if not running:
             return 0.0
-        read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, running)
-        compute_s = self.request_s * running * (1.0 + self.imbalance / running**0.5)
-        return max(read_s, compute_s) + self.state_s * running + self.step_s
+        return _drafting(self, running)[0] if self.draft_acceptance else self.computed_s(running)
+
+    def kv_s(self, running: int) -> float:
+        """The part of a step for each cached token."""
+        return self.kv_token_s / _drafting(self, running)[1] if self.draft_acceptance and running else self.kv_token_s
+
+    def computed_s(self, tokens: int) -> float:
+        """Seconds of a step that computes so many tokens, without their KV and whatever they yield. No
+        engine drafts where requests have states."""
+        read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, tokens)
+        compute_s = self.request_s * tokens * (1.0 + self.imbalance / tokens**0.5)
+        return max(read_s, compute_s) + self.state_s * tokens + self.step_s
 
     def decode_step_s(self, running: int, kv_tokens: float) -> float:
-        """Seconds of one decode step (eq. 11)."""
-        return self.kv_token_s * kv_tokens + self.matmul_s(running)
+        """Seconds of one decode step (eq. 11), in which each request gains a token."""
+        return self.kv_s(running) * kv_tokens + self.matmul_s(running)
 
     def kv_tokens_at(self, running: int, step_s: Number) -> Number:
         """KV with which a decode step takes ``step_s``: the inverse of eq. 11.
 
         It is negative below the time of a step without KV. Requires that KV costs time (``kv_token_s``).
         """
-        return (step_s - self.matmul_s(running)) / self.kv_token_s
+        return (step_s - self.matmul_s(running)) / self.kv_s(running)
 
     def tokens_per_s(self, running: int, kv_tokens: float) -> float:
         """Generation throughput of one engine (eq. 12)."""
         return running / self.decode_step_s(running, kv_tokens) if running else 0.0
+
+
+@lru_cache(1 << 16)
+def _drafting(cost: CostModel, running: int) -> tuple[float, float]:
+    """Returns the seconds of a step without KV in which each request gains a token, and the tokens that a request gains
+    in one step of the engine, with the best draft for this batch.
+    """
+    best, tokens = (cost.computed_s(running), 1.0), 1.0
+    for drafted in range(1, DRAFT_TOKENS_MAX + 1):
+        tokens += cost.draft_acceptance**drafted
+        step_s = (cost.computed_s(running * (1 + drafted)) + cost.draft_verify_s) / tokens
+        if step_s < best[0]:
+            best = step_s, tokens
+    return best
 
 
 def read_share(expert_fraction: float, shared_fraction: float, running: Number) -> Number:

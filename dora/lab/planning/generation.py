@@ -79,7 +79,10 @@ def bound_s(
     read_s = cost.weights_s * max(one_read * steps, full_read * n_tokens / slots)
     compute_s = cost.request_s * n_tokens * (1.0 + cost.imbalance / slots**0.5)
     state_s = cost.state_s * n_tokens
-    return (cost.kv_token_s * c_tokens + max(read_s, compute_s) + state_s + cost.step_s * steps) / engines
+    gain = 1.0 - cost.draft_acceptance  # steps for a token, if every draft had no end
+    return (
+        gain * cost.kv_token_s * c_tokens + max(gain * read_s, compute_s) + state_s + gain * cost.step_s * steps
+    ) / engines
 
 
 def generation(

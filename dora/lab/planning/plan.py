@@ -51,6 +51,7 @@ class Question:
     gpus_per_engine: int = 0  # 0: the planner chooses
     cost: CostModel | None = None  # measured cost of an engine of ``gpus_per_engine``; None: the roofline's
     efficiency: float = EFFICIENCY
+    draft_acceptance: float = 0.0  # of a drafted token (``CostModel``); 0: engines draft none, or as ``cost`` says
 
     @property
     def host_versions(self) -> int:
@@ -118,6 +119,14 @@ def _check_room(question: Question, engine_gpus: int, trainer_gpus: int) -> None
 
 
 def _options(question: Question) -> tuple[EngineOption, ...]:
+    options = _engines(question)
+    if not question.draft_acceptance:
+        return options
+    drafting = [replace(option.cost, draft_acceptance=question.draft_acceptance) for option in options]
+    return tuple(replace(option, cost=cost) for option, cost in zip(options, drafting, strict=True))
+
+
+def _engines(question: Question) -> tuple[EngineOption, ...]:
     gpus = question.gpus_per_engine
     sizes = (gpus,) if gpus else ()
     options = engine_options(question.model, question.rollout_hardware, question.workload, question.slots, sizes)

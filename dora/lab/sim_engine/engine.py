@@ -157,8 +157,9 @@ class SimEngine:
         steps = max(0.0, self._ends[0][0] - self.steps)
         if self._evictable():
             steps = min(steps, max(0.0, (self.kv_capacity - self.kv) / self.running))
-        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
-        decode_s = steps * linear_s + self.cost.kv_token_s * self.running * steps * steps / 2
+        kv_token_s = self.cost.kv_s(self.running)
+        linear_s = self.cost.matmul_s(self.running) + kv_token_s * (self.kv - self.unread)
+        decode_s = steps * linear_s + kv_token_s * self.running * steps * steps / 2
         return self.clock_s + (self.debt_s + decode_s) * self.slowness
 
     def happened(self) -> list[SimRequest]:
@@ -212,8 +213,9 @@ class SimEngine:
         return min(int(self.steps - request.since_step + EPSILON_STEPS), request.left)
 
     def _decode(self, seconds: float) -> None:
-        linear_s = self.cost.matmul_s(self.running) + self.cost.kv_token_s * (self.kv - self.unread)
-        square_s = self.cost.kv_token_s * self.running / 2
+        kv_token_s = self.cost.kv_s(self.running)
+        linear_s = self.cost.matmul_s(self.running) + kv_token_s * (self.kv - self.unread)
+        square_s = kv_token_s * self.running / 2
         if square_s > 0.0:
             # the root in the form that loses no digits when the square term is small
             steps = 2.0 * seconds / (linear_s + sqrt(linear_s * linear_s + 4.0 * square_s * seconds))

@@ -147,7 +147,7 @@ def _metric_tables() -> Iterator[Table]:
 
 
 def _column_tables() -> Iterator[Table]:
-    yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS])
+    yield "Workers: `dora workers`", COLUMNS, _columns([*service.WORKER_COLUMNS, service.RANKS, service.DRAFTS])
     yield "Hosts: `dora hosts`", COLUMNS, _columns(HOST_COLUMNS)
     yield "Pools: `dora pools`", COLUMNS, _columns(POOL_COLUMNS)
     yield "Versions: `dora versions`", COLUMNS, _columns(service.VERSION_COLUMNS)

@@ -65,6 +65,8 @@ class DemoReport(TypedDict):
     migrations_failed: Annotated[int, "failed handoffs"]
     tokens_reprefilled: Annotated[int, "tokens whose KV was computed a second time"]
     tokens_generated: Annotated[int, "tokens delivered"]
+    tokens_drafted: Annotated[int, "tokens that workers drafted and verified, as `--speculation` asks"]
+    tokens_accepted: Annotated[int, "drafted tokens that were sampled: each saved a request one step of its engine"]
     requests_parked: Annotated[int, "requests parked in a pool"]
     requests_resumed: Annotated[int, "requests resumed from a pool, with their KV"]
     blackout_ms_p50: Annotated[float | None, "median time without tokens of a request that moved to another worker"]
@@ -158,6 +160,8 @@ def build_report(
         "migrations_failed": int(counters.get("migrations_failed", 0)),
         "tokens_reprefilled": int(counters.get("tokens_reprefilled", 0)),
         "tokens_generated": int(counters.get("tokens_generated", 0)),
+        "tokens_drafted": int(counters.get("tokens_drafted", 0)),
+        "tokens_accepted": int(counters.get("tokens_accepted", 0)),
         "requests_parked": int(counters.get("requests_parked", 0)),
         "requests_resumed": int(counters.get("requests_resumed", 0)),
         "blackout_ms_p50": counters.get("blackout_ms_p50"),  # None if nothing migrated

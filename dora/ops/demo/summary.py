@@ -10,6 +10,7 @@ from rich.text import Text
 
 from dora.ops.demo.folder import DEFAULT_RECORD, OutFolder
 from dora.ops.view.numbers import duration
+from dora.ops.view.service import drafts_line
 from dora.ops.view.tables import Note
 
 
@@ -79,6 +80,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if answer:
             yield f"{name} step", answer
     yield "tokens", f"{report['tokens_generated']:,} generated, {report['tokens_per_s']:.0f}/s during training"
+    if drafts := drafts_line(report):
+        yield "drafts", drafts
     yield "time", _time(report)
 
 

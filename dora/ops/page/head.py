@@ -12,6 +12,7 @@ from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
     EVALUATED_SHOWN,
     WARNINGS_SHOWN,
+    drafts_line,
     drain_rows,
     faults_of,
     filling,
@@ -74,6 +75,8 @@ def _lines(status: Status) -> Iterator[Line]:
     lost = states["lost"]
     yield "workers", ", ".join(f"{count:,} {state}" for state, count in states.most_common()), WARN if lost else PLAIN
     yield "tokens/s", tokens_per_s(status.workers), PLAIN
+    if drafts := drafts_line(status.counters):
+        yield "drafts", drafts, PLAIN
     yield "prompts queued", f"{status.prompts_queued:,}", PLAIN
     yield "prompts done", prompts_done(status), PLAIN
     parked = sum(pool.parked for pool in status.pools)

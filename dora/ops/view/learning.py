@@ -42,6 +42,7 @@ class StepFacts:
     waited_s: float | None = None  # the trainer's wait for groups, a part of ``seconds``; None: unknown
     staleness_groups: list[int] = field(default_factory=list)  # by staleness, from 0
     groups_replayed: int = 0  # groups of earlier steps that the step trained on once more
+    drafts: list[int] = field(default_factory=list)  # drafted and accepted tokens; empty: none, or unknown
     responses: int = 0
     tokens: int = 0
     rewards: int = 0  # valid ones
@@ -72,6 +73,12 @@ class Learning:
     @property
     def tokens(self) -> int:
         return sum(each.tokens for each in self.steps)
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """The tokens that engines drafted and accepted."""
+        found = [each.drafts for each in self.steps if each.drafts]
+        return sum(drafted for drafted, _ in found), sum(accepted for _, accepted in found)
 
     @property
     def staleness_mean(self) -> float | None:
@@ -110,6 +117,7 @@ def learning_of(record: Path) -> Learning:
                 waited_s=tree.get("waited_s"),
                 staleness_groups=[int(count) for count in tree.get("staleness_groups", ())],
                 groups_replayed=len(tree.get("replayed", ())),
+                drafts=[int(count) for count in tree.get("drafts", ())],
             )
     ordered = [steps[number] for number in sorted(steps)]
     for before, after in itertools.pairwise(ordered):

@@ -32,6 +32,8 @@ def facts(run: Learning, hourly: float) -> dict[str, Any]:
         "waited_s": round(run.waited_s, 3),
         "staleness_mean": run.staleness_mean,
         "groups_replayed": sum(each.groups_replayed for each in run.steps),
+        "tokens_drafted": run.drafts[0],
+        "tokens_accepted": run.drafts[1],
         "reward_first": run.quarter(last=False),
         "reward_last": run.quarter(last=True),
         "best_version": run.best and run.best["version"],
@@ -75,6 +77,7 @@ def _step(each: StepFacts) -> dict[str, Any]:
         "waited_s": each.waited_s,
         "staleness_groups": each.staleness_groups,
         "groups_replayed": each.groups_replayed,
+        "drafts": each.drafts,
     }
 
 
@@ -90,6 +93,9 @@ def _summary(found: dict[str, Any]) -> str:
     }
     if found["groups_replayed"]:
         shown["groups trained on once more"] = f"{found['groups_replayed']:,}"
+    if found["tokens_drafted"]:
+        share = found["tokens_accepted"] / found["tokens_drafted"]
+        shown["drafted tokens that were accepted"] = f"{found['tokens_accepted']:,} ({share:.0%})"
     if found["best_version"] is not None:
         shown["best evaluation"] = f"{_number(found['best_reward'])}, version {found['best_version']}"
     if found["cost"] is not None:

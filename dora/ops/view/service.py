@@ -98,6 +98,12 @@ WORKER_COLUMNS: Final[Sequence[Column[WorkerStatus]]] = (
     PACE,
     Column("pid", "the worker's process", lambda worker: str(worker.pid or NONE), rank=4),
 )
+DRAFTS: Final[Column[WorkerStatus]] = Column(
+    "per step",
+    "tokens of a request in a step, with accepted drafts; shown if a worker drafts",
+    lambda worker: f"{worker.tokens_per_step:.2f}" if worker.tokens_per_step else NONE,
+    rank=2,
+)
 RANKS: Final[Column[WorkerStatus]] = Column(
     "ranks",
     "processes of its engine, as tensor times pipeline parallelism; shown if a worker has several",
@@ -184,6 +190,8 @@ def status_table(status: Status, everything: bool = False) -> Facts:
     if len(status.hosts) > 1:
         table.add_row("hosts", hosts_line(status))
     table.add_row("generation", f"{tokens_per_s(status.workers)} tokens/s; {pace(status)}")
+    if drafts := drafts_line(status.counters):
+        table.add_row("drafts", drafts)
     if status.HasField("kv_tier"):
         table.add_row("KV tier", tier(status.kv_tier, len(status.workers)))
     oldest = min((row.version for row in status.versions), default=0)
@@ -235,6 +243,16 @@ def counter_group(name: str) -> str:
     return next((group for group, starts in COUNTER_GROUPS.items() if starts and name.startswith(starts)), FAULTS)
 
 
+def drafts_line(counters: Mapping[str, float]) -> str:
+    """Returns what drafts saved, or an empty text if no token was drafted."""
+    drafted, accepted = counters.get("tokens_drafted", 0), counters.get("tokens_accepted", 0)
+    steps = counters.get("tokens_generated", 0) - accepted
+    if not drafted or steps <= 0:
+        return ""
+    share, per_step = accepted / drafted, (steps + accepted) / steps
+    return f"{accepted:,.0f} of {drafted:,.0f} drafted tokens accepted ({share:.0%}); {per_step:.2f} tokens a step"
+
+
 def tokens_per_s(workers: Iterable[WorkerStatus]) -> str:
     """The tokens that all workers generate in a second, over the last five seconds."""
     return number(sum(worker.tokens_per_s for worker in workers), 0)
@@ -260,6 +278,7 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
     """Shows workers in the given order, and below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
+    more += [DRAFTS] if any(worker.tokens_per_step for worker in workers) else []
     there, left = without_drained(workers)
     notes = [*_reasons(there), *([f"left, as was asked: {_listed(left)}"] if left else [])]
     return Sheet([*WORKER_COLUMNS, *more], there, "workers", notes=notes)

@@ -129,6 +129,7 @@ class Telemetry:
         self.preemptions = 0
         self.tokens_drafted = 0
         self.tokens_accepted = 0
+        self._drafts_before = 0, 0  # at the latest step
         self.pool_spilled = 0
         self.pool_dropped = 0
         self.steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -197,6 +198,12 @@ class Telemetry:
         self.tier_chunks_damaged += max(0, now.damaged_chunks - before.damaged_chunks)
         self.tier_losses += max(0, now.losses - before.losses)
 
+    def drafts_of_step(self) -> tuple[int, ...]:
+        """Returns the tokens that engines drafted and accepted since the latest step, or nothing if none were."""
+        drafted, accepted = self._drafts_before
+        found = self.tokens_drafted - drafted, self.tokens_accepted - accepted
+        return found if any(found) else ()
+
     def step(
         self,
         step: int,
@@ -212,6 +219,7 @@ class Telemetry:
         staleness = [each for group in groups for each in group.staleness.tolist()]
         took_s = stepped_s - self._stepped_s if self.steps else None
         self._stepped_s = stepped_s
+        self._drafts_before = self.tokens_drafted, self.tokens_accepted
         parts_s = self.step_times.committed(stepped_s if began_s is None else began_s, stepped_s)
         for part, time_s in parts_s.items():
             self.parts_s[part] += time_s

@@ -177,6 +177,7 @@ class ServiceStatus:
             host=session.host if session else "",
             tensor_parallel=session.capability.tensor_parallel if session else 0,
             pipeline_parallel=session.capability.pipeline_parallel if session else 0,
+            tokens_per_step=session.load.tokens_per_step if session else 0.0,
         )
 
     def _pools(self, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:

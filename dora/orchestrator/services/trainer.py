@@ -227,7 +227,10 @@ class TrainerService(stubs.TrainerServicer):
             ages = staleness_groups(leased)
             replayed = checked_replays(request.replayed_groups, groups, machine.state.window.groups_per_step)
             metrics |= {REPLAYED: float(len(replayed))} if replayed else {}
-            step = CommittedStep(request.step, request.version, groups, time.time(), ages, waited_s, replayed=replayed)
+            step = CommittedStep(
+                request.step, request.version, groups, time.time(), ages, waited_s,
+                replayed=replayed, drafts=self._telemetry.drafts_of_step(),
+            )  # fmt: skip
             await self._publishing.record(request, folder, digest, step)
             try:
                 machine.check_commit(request.trainer_epoch, request.step)

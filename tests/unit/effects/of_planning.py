@@ -149,6 +149,7 @@ ROWS: Final[dict[tuple[str, str], OptionRow]] = {
     ("plan", "gpus_per_engine"): planned("--gpus-per-engine", "8"),
     ("plan", "cost"): Ran([*PLAN, "--gpus-per-engine", "4"], ["--cost", "{folder}/cost.toml"], None, scenario),
     ("plan", "efficiency"): planned("--efficiency", "2"),
+    ("plan", "draft_acceptance"): planned("--draft-acceptance", "0.6"),
     ("plan", "generation_s"): Ran(
         ["plan", "--training-s", "10", "--engines", "4", "--json"], ["--generation-s", "40"], is_json
     ),

@@ -67,6 +67,12 @@ Cost = Annotated[
     Path | None,
     typer.Option(help="File with an engine's cost, from `dora profile --out`; default: a roofline model."),
 ]
+DraftAcceptance = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=0.99, help="Share of drafted tokens that are accepted (workers.speculation); 0: none are drafted."
+    ),
+]
 Efficiency = Annotated[float, typer.Option(help="Ratio of generation time to its bubble-free bound.")]
 GenerationS = Annotated[
     float | None, typer.Option(help="Measured generation time of a step: computes how many workers to add.")
@@ -99,6 +105,7 @@ def plan(
     gpus_per_engine: GpusPerEngine = 0,
     cost: Cost = None,
     efficiency: Efficiency = 1.05,
+    draft_acceptance: DraftAcceptance = 0.0,
     generation_s: GenerationS = None,
     training_s: TrainingS = None,
     engines: Engines = 0,
@@ -140,6 +147,7 @@ def plan(
         gpus_per_engine=gpus_per_engine,
         cost=None if cost is None else read_cost(cost),
         efficiency=efficiency,
+        draft_acceptance=draft_acceptance,
     )
     answer = make_plan(question)
     print_result(plan_tree(question, answer), plan_table(question, answer), as_json)
