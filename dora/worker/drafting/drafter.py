@@ -11,7 +11,7 @@ from dora.data.types import RequestSpec
 from dora.worker.drafting.history import History, Sequence_
 from dora.worker.drafting.pace import Pace
 
-BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays is not asked again
+BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays, or that was accepted, gets none
 LEARNING: Final = 0.1  # weight of the latest draft in a request's accuracy
 ACCURACY_MIN, ACCURACY_MAX = 0.05, 1.5
 RECOVERY: Final = 0.02  # how far an accuracy returns to 1 each time that no draft pays
@@ -28,6 +28,9 @@ class _Drafted:
     promised: float = 0.0  # of the present draft
     pause: int = 1
     rests: int = 0  # steps
+
+    def back_off(self) -> None:
+        self.rests, self.pause = self.pause, min(BACK_OFF_MAX, 2 * self.pause)
 
 
 class Drafter:
@@ -102,12 +105,11 @@ class Drafter:
                 continue
             draft, shares = self._history.draft(known.sequence, min(most, DRAFT_TOKENS_MAX), least / known.accuracy)
             if draft:
-                found[engine_id], known.pause = draft, 1
+                found[engine_id] = draft
                 known.promised = sum(shares)
                 expected += known.promised * known.accuracy
             else:
-                known.rests = known.pause
-                known.pause = min(BACK_OFF_MAX, 2 * known.pause)
+                known.back_off()
                 known.accuracy += RECOVERY * (1.0 - known.accuracy)
         drafted = sum(map(len, found.values()))
         if not self._pace.pays(len(room), drafted, expected):
@@ -137,6 +139,10 @@ class Drafter:
             accepted = min(drafted, len(token_ids) - 1)
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
+            if accepted:
+                known.pause = 1
+            else:
+                known.back_off()
             if known.promised:
                 found = min(ACCURACY_MAX, accepted / known.promised)
                 known.accuracy = max(ACCURACY_MIN, known.accuracy + LEARNING * (found - known.accuracy))

@@ -97,12 +97,9 @@ class History:
         share = 1.0
         while candidates and len(draft) < most:
             votes: dict[int, float] = {}
-            for each, at, weight in candidates:
-                if at < len(each.token_ids):
-                    token_id = each.token_ids[at]
-                    votes[token_id] = votes.get(token_id, 0.0) + weight
-            if not votes:
-                break
+            for each, at, matching, age in candidates:
+                token_id = each.token_ids[at]
+                votes[token_id] = votes.get(token_id, 0.0) + matching * matching * age
             best = max(votes, key=votes.__getitem__)
             share *= votes[best] / (sum(votes.values()) + 1.0)  # one vote for what was never seen
             if share < least_share:
@@ -110,13 +107,16 @@ class History:
             draft.append(best)
             shares.append(share)
             candidates = [
-                (each, at + 1, weight)
-                for each, at, weight in candidates
-                if at < len(each.token_ids) and each.token_ids[at] == best
+                (each, at + 1, matching + 1, age)
+                for each, at, matching, age in candidates
+                if each.token_ids[at] == best and at + 1 < len(each.token_ids)
             ]
         return draft, shares
 
-    def _candidates(self, sequence: Sequence_) -> list[tuple[Sequence_, int, float]]:
+    def _candidates(self, sequence: Sequence_) -> list[tuple[Sequence_, int, int, float]]:
+        """Returns places after which the sequence may go on, with the tokens that match before each, and its weight by
+        age.
+        """
         held = sequence.token_ids
         if len(held) < CONTEXT:
             return []
@@ -126,10 +126,9 @@ class History:
             scope, age = self._scopes.get(key), 1.0
             places = () if scope is None else scope.places.get(context, ())
             for each, end in reversed(places):
-                if each is sequence and end == len(held):
-                    continue
-                found.append((each, end, _matching(held, each.token_ids, end) ** 2 * age))
-                age *= AGE_DECAY
+                if end < len(each.token_ids):
+                    found.append((each, end, _matching(held, each.token_ids, end), age))
+                    age *= AGE_DECAY
             if found:
                 break
         return found

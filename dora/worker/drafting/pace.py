@@ -11,7 +11,7 @@ import numpy as np
 
 DECAY: Final = 0.98  # of what earlier steps count, from step to step
 SOLVE_STEPS: Final = 16
-PRIOR_STEPS: Final = 8.0  # that the prior counts as
+PRIOR_STEPS: Final = 2.0  # that the prior counts as
 PRIOR_SHARE: Final = 0.03  # of a step's constant, for one token, before anything is known
 LEAST_MIN: Final = 0.05
 OUTLIER: Final = 4.0  # times the usual step: no measure of this engine's cost
@@ -51,6 +51,8 @@ class Pace:
 
     def pays(self, requests: int, drafted: int, expected: float) -> bool:
         """Returns whether a step with so many drafted tokens, of which ``expected`` are accepted, yields more."""
+        if not self._steps:
+            return True
         plain_s = self.step_s(requests, drafted=False)
         return (requests + expected) * plain_s > requests * self.step_s(requests + drafted, drafted=True)
 
