@@ -180,6 +180,9 @@ class WorkersConfig(Section):
         if self.batch_invariant and (self.engine == "fake" or (self.count and not on_gpus)):
             allowed = "false, or true with workers.engine = vllm on GPUs (workers.device = cuda); on CPUs logits do not"
             raise InvalidValue("workers.batch_invariant", True, f"{allowed} depend on neighbours with one thread")
+        if self.speculation != "off" and (self.engine == "fake" or self.pipeline_parallel > 1):
+            allowed = "off, or another with workers.engine = vllm and workers.pipeline_parallel = 1"
+            raise InvalidValue("workers.speculation", self.speculation, allowed)
         for name in ("tensor_parallel", "pipeline_parallel"):
             if self.engine == "fake" and getattr(self, name) > 1:
                 raise InvalidValue(f"workers.{name}", getattr(self, name), "1 where workers.engine is fake")

@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--minutes", type=float, help="a soak in place of that: a fault a minute, for so long")
     parser.add_argument("--engine", choices=("fake", "vllm"), default="fake")
+    parser.add_argument("--speculation", choices=("off", "history", "ngram"), default="off", help="with --engine vllm")
     parser.add_argument("--model", choices=("tiny", "tiny-hybrid"), default="tiny", help="(%(default)s)")
     parser.add_argument("--workers", type=int, default=3, help="on the service's host (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each worker, which are killed too (%(default)s)")
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--workers takes 2 or more: requests move between them")
     if options.alerts and tool("prometheus") is None:
         parser.error("--alerts takes a Prometheus: `make prometheus` fetches Debian's")
+    if options.speculation != "off" and (options.engine == "fake" or options.model == "tiny-hybrid"):
+        parser.error("--speculation takes --engine vllm, and a model whose layers keep no state")
     if not 0.0 <= options.sessions <= 1.0:
         parser.error("--sessions takes a share from 0 to 1")
     if not options.no_host:
@@ -69,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ),
             folder=out,
             engine=options.engine,
+            speculation=options.speculation,
             rows=long_rows(1000, options.seed, options.sessions),
             groups_per_step=options.groups_per_step,
             workers=options.workers,

@@ -32,6 +32,7 @@ class Setting:
     has_host: bool = True  # that has joined
     has_link: bool = False  # to that host, which can be cut
     has_disk: bool = False  # of its own for the state, which can be filled up
+    speculation: str = "off"
     has_alerts: bool = False  # a Prometheus scrapes the service
 
     @property
@@ -67,6 +68,7 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         rollout__ignore_eos=False,
         kv__pool_mb=16,
         workers__engine=setting.engine,
+        workers__speculation=setting.speculation,
         workers__count=setting.workers,
         workers__tensor_parallel=setting.ranks,
         workers__slots=8,

@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
             is_whole = group in ("vllm-moe", "vllm-hybrid") and item.path.name in OF_MIXTURES
             is_short = group == "vllm-drafts" and item.path.name == "test_drafts.py"
-            if group not in ("vllm-dense", "vllm-v2", "vllm-v2-moe") and not (is_whole or is_short):
+            if group != "vllm-dense" and not group.startswith("vllm-v2") and not (is_whole or is_short):
                 item.add_marker(pytest.mark.full)
     items.sort(key=lambda item: (not group_of(item), group_of(item)))
 

@@ -10,6 +10,7 @@ from dora.data.remembered import Remembered, scope_of
 from dora.data.sampling import effective
 from dora.data.types import RequestSpec, SamplingParams
 from dora.worker.vllm.engine import VllmEngine
+from tests import v2_runner
 from tests.contract.driver import (
     FILLING,
     GREEDY,
@@ -27,13 +28,11 @@ from tests.contract.driver import (
 from tests.contract.guesses import Guessing
 
 SEEDS = 4  # of random sampling parameters, each for a batch
+ON_CPUS = ("vllm-drafts", "vllm-drafts-moe", "vllm-drafts-window", "vllm-drafts-mla")
 ROUNDS = ("vllm-drafts-mla",)  # kinds whose logprobs depend on the batch, with drafts or without
 
 
-@pytest.fixture(
-    scope="module",
-    params=["vllm-drafts", "vllm-drafts-moe", "vllm-drafts-window", "vllm-drafts-mla"],
-)
+@pytest.fixture(scope="module", params=("vllm-v2-drafts",) if v2_runner.IS_CHOSEN else ON_CPUS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

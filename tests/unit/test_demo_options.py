@@ -77,6 +77,7 @@ EFFECTS: dict[str, tuple[list[str], Callable[[DemoOptions], object], object]] = 
     "window": (["--window", "5"], config_field("window.size"), 5),
     "workers": (["--workers", "1"], config_field("workers.count"), 1),
     "max_tokens": (["--max-tokens", "9"], config_field("rollout.max_tokens"), 9),
+    "speculation": (["--speculation", "history"], config_field("workers.speculation"), "history"),
     "learning_rate": (["--lr", "0.5"], trainer_argument("--lr"), "0.5"),
     "replay_share": (["--replay-share", "0.25"], trainer_argument("--replay-share"), "0.25"),
     "replay_by": (

@@ -170,6 +170,8 @@ ROWS: Final[dict[str, Row]] = {
     "balance.cost.expert_fraction": cost(0.01, weights_s=1.0),
     "balance.cost.imbalance": cost(50.0),
     "balance.cost.shared_fraction": cost(0.9, weights_s=1.0, expert_fraction=0.01),
+    "balance.cost.draft_acceptance": cost(0.9, weights_s=1.0),
+    "balance.cost.draft_verify_s": cost(0.5, weights_s=1.0, draft_acceptance=0.9),
     "balance.period_s": Seen(1.0, simulated, base=ORACLE),
     "balance.pressure": Seen(0.5, simulated, base=ORACLE),
     "balance.moves_at_once": Seen(1, simulated, base=ORACLE),

@@ -239,6 +239,8 @@ ROWS: Final[dict[str, Row]] = {
     "workers.max_model_len_tokens": Seen(300, capability("max_model_len_tokens"), 300, FAKE),
     "workers.dtype": Seen("bfloat16", argument("--dtype"), "bfloat16"),
     "workers.quantisation": Seen("int8", argument("--quantisation"), "int8"),
+    "workers.speculation": Seen("history", argument("--speculation"), "history"),
+    "workers.history_mb": Seen(7, argument("--history-mb"), "7", {"workers.speculation": "history"}),
     "workers.tensor_parallel": Seen(2, argument("--tensor-parallel"), "2"),
     "workers.pipeline_parallel": Seen(2, argument("--pipeline-parallel"), "2"),
     "workers.router_replay": Seen(True, routed, True, FAKE | {"rollout.max_tokens": 5}),
