@@ -215,7 +215,7 @@ def simulated(tokens_per_step: float) -> dict[str, float]:
     """Returns how much faster the last request of a preset's engine gets, alone, by its cost with such drafts."""
     found = {}
     for name in ("dora-64", "agent-64"):
-        cost = CostModel.of(preset(name).cost)
+        cost = CostModel.of(preset(name).cluster.cost)
         acceptance = min(0.95, 1 - 1 / tokens_per_step)
         drafting = replace(cost, draft_acceptance=acceptance)
         found[name] = cost.decode_step_s(1, 16_000) / drafting.decode_step_s(1, 16_000)
@@ -224,7 +224,7 @@ def simulated(tokens_per_step: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="of training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=250, help="of training (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the fastest counts (%(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[*BATCHES, FULL])
     parser.add_argument("--json", action="store_true")

@@ -27,6 +27,16 @@ class PrefillSample:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSample:
+    """The time of a step in which ``running`` requests decoded, and ``drafted`` tokens of each were verified."""
+
+    running: Annotated[int, "requests that decoded"]
+    drafted: Annotated[int, "drafted tokens of each, hardly any of which were accepted"]
+    kv_tokens: Annotated[float, "total of their cached tokens"]
+    step_s: Annotated[float, "time of the step"]
+
+
+@dataclass(frozen=True, slots=True)
 class MixedRequest:
     prompt_tokens: int
     response_tokens: int
@@ -54,6 +64,7 @@ class Measurement:
     experts: Experts | None = None  # of the model, if it is a mixture of them
     clock: ClockName = "wall"  # of the steps, and of mixed_s
     engines: int = 1  # timed at the same time; all times are means over them
+    drafts: tuple[DraftSample, ...] = ()  # none of an engine that verifies no drafts
 
 
 def measurement_of(tree: Mapping[str, Any]) -> Measurement:
@@ -64,6 +75,7 @@ def measurement_of(tree: Mapping[str, Any]) -> Measurement:
             "prefill": tuple(PrefillSample(**sample) for sample in tree["prefill"]),
             "mixed": tuple(MixedRequest(**request) for request in tree["mixed"]),
             "mixed_wall_s": tuple(tree["mixed_wall_s"]),
+            "drafts": tuple(DraftSample(**sample) for sample in tree["drafts"]),
         }
     )
 
@@ -83,6 +95,10 @@ def pooled(measurements: Sequence[Measurement]) -> Measurement:
         prefill=tuple(
             replace(each[0], step_s=fmean(sample.step_s for sample in each))
             for each in zip(*(measurement.prefill for measurement in measurements), strict=True)
+        ),
+        drafts=tuple(
+            replace(each[0], kv_tokens=fmean(s.kv_tokens for s in each), step_s=fmean(s.step_s for s in each))
+            for each in zip(*(measurement.drafts for measurement in measurements), strict=True)
         ),
         mixed_s=fmean(each.mixed_s for each in measurements),
         mixed_wall_s=tuple(map(fmean, zip(*(each.mixed_wall_s for each in measurements), strict=True))),

@@ -150,6 +150,9 @@ class BaseEngine(Generic[Live], ABC):
     def remember(self, response: Remembered) -> None:
         """Does nothing: this kind of engine drafts no tokens."""
 
+    def draft_always(self, tokens: int) -> bool:
+        return False
+
     @abstractmethod
     def _replace_weights(self, version: int, folder: Path) -> None:
         """Loads ``folder``. Raises InvalidValue for tensors that do not fit, before any weight is changed."""

@@ -171,6 +171,11 @@ class RolloutEngine(Protocol):
     def remember(self, response: Remembered) -> None:
         """Enters what another engine sampled, for drafts. No sample depends on it."""
 
+    def draft_always(self, tokens: int) -> bool:
+        """Drafts so many arbitrary tokens for each request in each step, to time their verification; 0 ends it. Returns
+        False, and does nothing, for an engine that verifies no drafts.
+        """
+
     def load(self) -> EngineLoad: ...
 
     def has_work(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from dora.data.engine_samples import DecodeSample, Measurement, MixedRequest, PrefillSample
+from dora.data.engine_samples import DecodeSample, DraftSample, Measurement, MixedRequest, PrefillSample
 from dora.data.types import RequestSpec, SamplingParams
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.worker.engine import RolloutEngine
@@ -27,6 +27,7 @@ BATCHES: Final = 6  # sizes, if there are enough slots
 MIXTURE_BATCHES: Final = 12  # for a mixture of experts, whose cost is not linear in the batch
 # Share of the sorted times of one point that counts. By the clock: the fastest, as on an idle machine. Beside other
 # engines, and in CPU time, to which others add little: the middle half.
+DRAFTED: Final = 4  # tokens of each request, to time their verification
 FASTEST: Final = (0.0, 0.125)
 USUAL: Final = (0.25, 0.75)
 
@@ -123,6 +124,7 @@ def measure(
     bench.time_prefills(1, grid.contexts[0])  # triggers the engine's one-time work
     bench.clear()
     decode: dict[tuple[int, int], list[_Timed]] = defaultdict(list)  # by context and batch
+    drafts: dict[int, list[_Timed]] = defaultdict(list)  # by batch
     prefill: dict[int, list[_Timed]] = defaultdict(list)
     runs, walls_s = [], []
     for _ in range(grid.rounds):
@@ -131,6 +133,12 @@ def measure(
             for batch, timed in bench.time_batches(grid):
                 decode[tokens, batch] += timed
             bench.clear()
+        if engine.draft_always(DRAFTED):
+            bench.time_prefills(max(grid.batches), grid.contexts[0])
+            for batch, timed in bench.time_batches(grid):
+                drafts[batch] += timed
+            bench.clear()
+            engine.draft_always(0)
         if mixed:
             mixed_begin_s = wall_clock()
             runs.append(bench.time_mixed(mixed))
@@ -148,6 +156,7 @@ def measure(
             for batch in grid.batches
         ),
         prefill=tuple(PrefillSample(1, tokens, counted(timed).step_s) for tokens, timed in prefill.items()),
+        drafts=tuple(DraftSample(batch, DRAFTED, *astuple(counted(timed))) for batch, timed in sorted(drafts.items())),
         mixed=mixed,
         mixed_s=sum(step.step_s for step in steps),
         mixed_wall_s=tuple(walls_s),

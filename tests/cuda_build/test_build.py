@@ -63,6 +63,26 @@ def test_stages_of_the_builds_runner_take_tokens_from_a_queue_that_is_as_long_as
     assert "deque([None] * ring_depth)" in inspect.getsource(pp_utils.PPHandler)
 
 
+def test_drafts_are_verified_where_the_builds_runner_samples() -> None:
+    """``own_noise_v2`` wraps these, and gives them drafts and rows."""
+    from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    assert [*inspect.signature(Sampler.__call__).parameters] == ["self", "logits", "input_batch"]
+    assert [*inspect.signature(GPUModelRunner.prepare_inputs).parameters][:2] == ["self", "scheduler_output"]
+    assert [*inspect.signature(get_num_sampled_and_rejected).parameters] == [
+        "num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len",
+    ]  # fmt: skip
+    fields = {"input_ids", "logits_indices", "cu_num_logits", "cu_num_logits_np", "idx_mapping", "num_draft_tokens"}
+    assert fields <= InputBatch.__dataclass_fields__.keys()
+    assert {"sampled_token_ids", "num_sampled", "num_rejected"} <= SamplerOutput.__dataclass_fields__.keys()
+    sampling = inspect.getsource(GPUModelRunner.sample)
+    assert "num_draft_tokens == 0 or self.rejection_sampler is None" in sampling
+    assert "self.req_states.draft_tokens" in inspect.getsource(GPUModelRunner.prepare_inputs)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_vllm_takes_the_arguments_of_an_engine_of_several_ranks(model: Path, split: dict[str, int]) -> None:
     config = config_of(model, replace(SETTINGS, **split))

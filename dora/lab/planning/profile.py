@@ -11,7 +11,7 @@ import numpy as np
 
 from dora.config import CostConfig
 from dora.core.forecast.cost import CostModel
-from dora.data.engine_samples import DecodeSample, Experts, Measurement, MixedRequest, PrefillSample
+from dora.data.engine_samples import DecodeSample, DraftSample, Experts, Measurement, MixedRequest, PrefillSample
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.lab.planning.experts import ROUNDING, DecodeSteps, fit_mixture
@@ -66,13 +66,18 @@ class Validation:
         return all(abs(ratio - 1.0) <= tolerance for ratio in self.held.values())
 
 
-def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), experts: Experts | None = None) -> Fit:
+def fit(
+    decode: Sequence[DecodeSample],
+    prefill: Sequence[PrefillSample] = (),
+    experts: Experts | None = None,
+    drafts: Sequence[DraftSample] = (),
+) -> Fit:
     """The non-negative coefficients of least squared relative error.
 
     k1, k3 and k4 are linear in (kv, max(kink, n), 1), k2 is k3 * kink; the kink is searched between the sampled numbers
-    of requests. The terms of a mixture of experts (``fit_mixture``) are considered only if ``experts`` is given. Raises
-    InvalidValue for times or sizes that are not above 0, and for samples of fewer than two numbers of requests or two
-    contexts, which do not determine the coefficients.
+    of requests. The terms of a mixture of experts (``fit_mixture``) are considered only if ``experts`` is given. Drafts
+    cost what their tokens do and, as a median, what remains. Raises InvalidValue for times or sizes that are not above
+    0, and for samples of fewer than two numbers of requests or two contexts, which do not determine the coefficients.
     """
     _check(decode, prefill)
     steps = DecodeSteps(
@@ -84,7 +89,7 @@ def fit(decode: Sequence[DecodeSample], prefill: Sequence[PrefillSample] = (), e
         raise InvalidValue("decode samples", len(decode), "of at least two numbers of requests and two contexts")
     dense, kink = _fit_dense(steps)
     cost = dense if experts is None else fit_mixture(steps, experts, dense)
-    cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill))
+    cost = replace(cost, prefill_token_s=_prefill_token_s(cost, prefill), draft_verify_s=_verify_s(cost, drafts))
     return Fit(
         coefficients=CostConfig(**asdict(cost)),
         decode_error=_decode_error(cost, decode),
@@ -171,6 +176,11 @@ def _kinks(running: Matrix) -> list[float]:
 
 def _decode_error(cost: CostModel, samples: Iterable[DecodeSample]) -> float:
     return _mean_error((cost.decode_step_s(s.running, s.kv_tokens), s.step_s) for s in samples)
+
+
+def _verify_s(cost: CostModel, samples: Sequence[DraftSample]) -> float:
+    rest = [s.step_s - cost.kv_token_s * s.kv_tokens - cost.computed_s(s.running * (1 + s.drafted)) for s in samples]
+    return max(0.0, median(rest)) if rest else 0.0
 
 
 def _prefill_token_s(cost: CostModel, samples: Sequence[PrefillSample]) -> float:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from dora.config import CostConfig
 from dora.core.forecast.cost import CostModel
-from dora.data.engine_samples import DecodeSample, Experts, Measurement, PrefillSample
+from dora.data.engine_samples import DecodeSample, DraftSample, Experts, Measurement, PrefillSample
 from dora.lab.planning.profile import Fit, Validation
 from dora.ops.view.tables import Facts
 
@@ -34,6 +34,7 @@ class ProfileReport:
     dense_error: Annotated[float | None, "decode error of a dense fit to a mixture of experts; null for a dense model"]
     wall_s: Annotated[float, "the whole measurement"]
     decode: Annotated[tuple[DecodeSample, ...], "decode steps of the fit"]
+    drafts: Annotated[tuple[DraftSample, ...], "steps that verified drafts"]
     prefill: Annotated[tuple[PrefillSample, ...], "prefill steps of the fit"]
     passed: Annotated[bool, "whether the ratios in `held` are within `--tolerance` of 1"]
 
@@ -63,6 +64,7 @@ def profile_tree(
         wall_s=measurement.wall_s,
         decode=measurement.decode,
         prefill=measurement.prefill,
+        drafts=measurement.drafts,
         passed=checked.passed(tolerance),
     )
     return asdict(report) | {"cost": fitted.coefficients.model_dump()}
@@ -84,6 +86,8 @@ def profile_table(model: str, measurement: Measurement, fitted: Fit, checked: Va
         bent = f"{cost.expert_fraction:.3g} of k2 for one token, imbalance {cost.imbalance:.3g}"
         table.add_row("experts", "no effect measured" if dense else f"{bent}; without, {fitted.dense_error:.1%} off")
     table.add_row("prefill", f"{1 / cost.prefill_token_s:,.0f} tokens/s" if cost.prefill_token_s else "free")
+    if measurement.drafts:
+        table.add_row("verifying drafts", f"{cost.draft_verify_s * 1e3:.4g} ms a step, beside k3 for each token")
     table.add_row("mean error", f"decode {fitted.decode_error:.1%}, prefill {fitted.prefill_error:.1%}")
     table.add_section()
     _add_check(table, measurement, checked, tolerance)

@@ -153,3 +153,17 @@ def _ends_with(known: _Drafted, outputs: Sequence[int]) -> bool:
     """Returns whether the response begins with the outputs that are known of it."""
     held = known.sequence.token_ids
     return held[len(held) - known.tokens :].tolist() == list(outputs[: known.tokens])
+
+
+class FixedDrafter(Drafter):
+    """Drafts the same number of arbitrary tokens for each request, to time their verification."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(0, is_shared=False)
+        self._draft = [0] * tokens
+
+    def begin(self, engine_id: str, request: RequestSpec) -> None:
+        """Does nothing: the draft does not depend on the request."""
+
+    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+        return {engine_id: self._draft[:most] for engine_id, most in room.items() if most > 0}

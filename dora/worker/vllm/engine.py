@@ -32,7 +32,7 @@ from dora.weights.canary_bounds import bound_of
 from dora.weights.load_time import READ_SHARE, load_limit_s
 from dora.weights.reference import read_reference
 from dora.worker.base_engine import BaseEngine
-from dora.worker.drafting.drafter import Drafter
+from dora.worker.drafting.drafter import Drafter, FixedDrafter
 from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm import environment as vllm_environment
@@ -114,10 +114,11 @@ class VllmEngine(BaseEngine[EngineRequest]):
             pipeline_parallel=settings.pipeline_parallel,
         )
         super().__init__(capability, layout, bound)
+        self._drafter: Drafter | None = None
         if settings.speculation:
             self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
             is_shared = settings.speculation == "history"
-            self._scheduler.drafter = Drafter(settings.history_bytes, is_shared=is_shared)
+            self._drafter = self._scheduler.drafter = Drafter(settings.history_bytes, is_shared=is_shared)
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -215,6 +216,12 @@ class VllmEngine(BaseEngine[EngineRequest]):
     def remember(self, response: Remembered) -> None:
         if self._scheduler.drafter is not None:
             self._scheduler.drafter.remember(response)
+
+    def draft_always(self, tokens: int) -> bool:
+        if self._layout.state_bytes:
+            return False
+        self._scheduler.drafter = FixedDrafter(tokens) if tokens else self._drafter
+        return True
 
     def load(self) -> EngineLoad:
         self._scheduler.prefixes.sweep()

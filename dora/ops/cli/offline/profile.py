@@ -86,7 +86,7 @@ def conclude(
     from dora.lab.planning.profile import fit, validate
     from dora.ops.view.profile import profile_table, profile_tree
 
-    fitted = fit(measurement.decode, measurement.prefill, measurement.experts)
+    fitted = fit(measurement.decode, measurement.prefill, measurement.experts, measurement.drafts)
     checked = validate(fitted.coefficients, measurement)
     passed = checked.passed(tolerance)
     if as_json:
