@@ -184,7 +184,8 @@ def _replayed(drafter: Drafter, requests: Sequence[RequestSpec], responses: dict
     for each in requests:
         drafter.begin(each.request_id, each)
     while live:
-        drafts = drafter.drafts({name: len(responses[name]) - at - 1 for name, at in live.items()}, len(live))
+        drafter.begin_step(len(live))
+        drafts = drafter.drafts({name: len(responses[name]) - at - 1 for name, at in live.items()})
         for name, at in list(live.items()):
             whole, draft = responses[name], drafts.get(name, [])
             kept = next((i for i, token_id in enumerate(draft) if token_id != whole[at + i]), len(draft)) + 1

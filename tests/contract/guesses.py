@@ -12,7 +12,10 @@ class Wrong:
     drafted_tokens = accepted_tokens = 0
     token_ids = (0, 0, 0, 0)
 
-    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+    def begin_step(self, fed: int) -> bool:
+        return True
+
+    def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
         return {engine_id: list(self.token_ids[:most]) for engine_id, most in room.items() if most > 0}
 
     def sampled(self, engine_id: str, token_ids: list[int], drafted: int) -> None: ...
@@ -29,7 +32,7 @@ class Guessing(Wrong):
         self._tokens_of, self._so_far, self._random = tokens_of, so_far, random.Random(seed)
         self.drafted_tokens = self.accepted_tokens = self.longest = 0
 
-    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+    def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
         found = {}
         for engine_id, most in room.items():
             name = engine_id.partition("-")[2]

@@ -29,7 +29,8 @@ def request(prompt: tuple[int, ...] = (1, 2, 3), outputs: tuple[int, ...] = ()) 
 
 
 def drafted(drafter: Drafter, name: str = "1-r", most: int = 99) -> list[int]:
-    return drafter.drafts({name: most}, 1).get(name, [])
+    assert drafter.begin_step(1)
+    return drafter.drafts({name: most}).get(name, [])
 
 
 # History.
@@ -196,7 +197,7 @@ def test_nothing_is_drafted_where_a_full_batch_has_no_room() -> None:
         drafter.begin(name, request(outputs=(*LOOP, *LOOP[:2])))
     found: list[int] = []
     for _ in range(200):
-        drafts = drafter.drafts(dict.fromkeys(names, 20), len(names))
+        drafts = drafter.drafts(dict.fromkeys(names, 20)) if drafter.begin_step(len(names)) else {}
         fed = len(names) + sum(map(len, drafts.values()))
         drafter.scheduled(fed)
         clock.now_s += 1e-6 + 1e-4 * fed  # all of it for tokens

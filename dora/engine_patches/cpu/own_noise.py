@@ -77,9 +77,8 @@ def _matching(draft: Sequence[int], sampled: Sequence[int]) -> int:
 
 def _padded(output: SamplerOutput, sampled: list[list[int]], kept: list[int], counts: list[int]) -> SamplerOutput:
     longest = max(counts)
-    token_ids = torch.full((len(counts), longest), _REJECTED, dtype=torch.int32)
-    for row, found, count in zip(token_ids, sampled, kept, strict=True):
-        row[:count] = torch.tensor(found[:count], dtype=torch.int32)
+    rows_of = [[*found[:count], *[_REJECTED] * (longest - count)] for found, count in zip(sampled, kept, strict=True)]
+    token_ids = torch.tensor(rows_of, dtype=torch.int32)
     logprobs = output.logprobs_tensors
     if logprobs is not None:
         begins, lasts = np.cumsum(counts) - counts, np.asarray(counts) - 1

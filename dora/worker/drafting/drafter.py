@@ -46,6 +46,7 @@ class Drafter:
         self._clock = clock
         self._began_s = 0.0
         self._fed = 0
+        self._least = 1.0  # share of a token that still pays
         self._drafted = 0
         self._is_measured = False
         self._tokens = 1.0  # of a request in a step
@@ -85,14 +86,16 @@ class Drafter:
         if response.token_ids:
             self._history.end(self._history.begin(response.scopes, response.token_ids), is_kept=True)
 
-    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
-        """Returns drafts of decoding requests, of at most ``room`` tokens each, if they pay. ``fed`` are the tokens
-        that the step is fed without drafts.
+    def begin_step(self, fed: int) -> bool:
+        """Begins a step that is fed so many tokens without drafts, one of each decoding request. Returns whether a
+        draft can pay.
         """
         self._began_s, self._fed, self._drafted = self._clock(), fed, 0
-        least = self._pace.least_share(len(room), self._tokens * len(room))
-        if least >= 1.0:
-            return {}
+        self._least = self._pace.least_share(fed, self._tokens * fed) if fed else 1.0
+        return self._least < 1.0
+
+    def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
+        """Returns the step's drafts, of at most ``room`` tokens for each request, if they pay."""
         found: dict[str, list[int]] = {}
         expected = 0.0
         for engine_id, most in room.items():
@@ -103,7 +106,9 @@ class Drafter:
             if known.rests:
                 known.rests -= 1
                 continue
-            draft, shares = self._history.draft(known.sequence, min(most, DRAFT_TOKENS_MAX), least / known.accuracy)
+            draft, shares = self._history.draft(
+                known.sequence, min(most, DRAFT_TOKENS_MAX), self._least / known.accuracy
+            )
             if draft:
                 found[engine_id] = draft
                 known.promised = sum(shares)
@@ -112,7 +117,7 @@ class Drafter:
                 known.back_off()
                 known.accuracy += RECOVERY * (1.0 - known.accuracy)
         drafted = sum(map(len, found.values()))
-        if not self._pace.pays(len(room), drafted, expected):
+        if not self._pace.pays(self._fed, drafted, expected):
             return {}
         self._drafted = drafted
         return found
@@ -122,7 +127,7 @@ class Drafter:
         self._is_measured = fed == self._fed + self._drafted
 
     def stepped(self) -> None:
-        """Ends a step that ``drafts`` began."""
+        """Ends a step."""
         if self._is_measured:
             self._pace.observe(self._clock() - self._began_s, self._fed + self._drafted, drafted=self._drafted > 0)
             self._is_measured = False
@@ -165,5 +170,8 @@ class FixedDrafter(Drafter):
     def begin(self, engine_id: str, request: RequestSpec) -> None:
         """Does nothing: the draft does not depend on the request."""
 
-    def drafts(self, room: dict[str, int], fed: int) -> dict[str, list[int]]:
+    def begin_step(self, fed: int) -> bool:
+        return fed > 0
+
+    def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
         return {engine_id: self._draft[:most] for engine_id, most in room.items() if most > 0}

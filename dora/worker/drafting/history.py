@@ -35,9 +35,22 @@ class Sequence_:
 
 @dataclass(slots=True)
 class _Scope:
-    sequences: list[Sequence_] = field(default_factory=list)
+    indexed: dict[Sequence_, int] = field(default_factory=dict)  # its sequences, and how many tokens the index has
+    grown: dict[Sequence_, None] = field(default_factory=dict)  # those with more, in order
     places: dict[int, list[Place]] = field(default_factory=dict)
     tokens: int = 0
+
+    def index(self) -> None:
+        """Enters what has come since the last draft: where nothing is drafted, it costs nothing."""
+        for sequence in self.grown:
+            held = sequence.token_ids
+            for end in range(max(self.indexed[sequence], CONTEXT - 1) + 1, len(held) + 1):
+                places = self.places.setdefault(held[end - 2] * _MIX + held[end - 1], [])
+                if len(places) == CANDIDATES:
+                    del places[0]
+                places.append((sequence, end))
+            self.indexed[sequence] = len(held)
+        self.grown.clear()
 
 
 class History:
@@ -56,24 +69,19 @@ class History:
         """Enters a sequence that may grow. Drafts for it come from its scopes, the closest one first."""
         sequence = Sequence_(tuple(scopes))
         for key in sequence.scopes:
-            self._scopes.setdefault(key, _Scope()).sequences.append(sequence)
+            self._scopes.setdefault(key, _Scope()).indexed[sequence] = 0
         self.extend(sequence, token_ids)
         return sequence
 
     def extend(self, sequence: Sequence_, token_ids: Sequence[int]) -> None:
         """Appends tokens to a sequence."""
-        held, first = sequence.token_ids, len(sequence.token_ids)
-        held.extend(token_ids)
+        sequence.token_ids.extend(token_ids)
         for key in sequence.scopes:
             scope = self._scopes.get(key)
             if scope is None:  # it was forgotten
                 continue
             self._scopes.move_to_end(key)
-            for end in range(max(first, CONTEXT - 1) + 1, len(held) + 1):
-                places = scope.places.setdefault(held[end - 2] * _MIX + held[end - 1], [])
-                if len(places) == CANDIDATES:
-                    del places[0]
-                places.append((sequence, end))
+            scope.grown[sequence] = None
             scope.tokens += len(token_ids)
             self._tokens += len(token_ids)
         if self._tokens > self._most_tokens:
@@ -84,7 +92,7 @@ class History:
         sequence.is_live = False
         for key in sequence.scopes if not is_kept else ():
             scope = self._scopes.get(key)
-            if scope is not None and not any(each.is_live for each in scope.sequences):
+            if scope is not None and not any(each.is_live for each in scope.indexed):
                 self._forget(key)
 
     def draft(self, sequence: Sequence_, most: int, least_share: float) -> tuple[list[int], list[float]]:
@@ -124,7 +132,10 @@ class History:
         found = []
         for key in sequence.scopes:
             scope, age = self._scopes.get(key), 1.0
-            places = () if scope is None else scope.places.get(context, ())
+            if scope is None:
+                continue
+            scope.index()
+            places = scope.places.get(context, ())
             for each, end in reversed(places):
                 if end < len(each.token_ids):
                     found.append((each, end, _matching(held, each.token_ids, end), age))

@@ -260,11 +260,13 @@ class HoldingScheduler(Scheduler):
         if self.drafter is None:
             return
         decoding = [each for each in self.running if each.num_computed_tokens == each.num_tokens - 1]
-        room = {}
-        if not self.waiting or len(self.running) >= self.max_num_active_reqs:  # else a prompt may need the step's room
-            room = {each.request_id: self._draft_room(each) for each in decoding}
+        for request in decoding:
+            request.spec_token_ids = []
+        can_pay = self.drafter.begin_step(len(decoding))
+        if not can_pay or (self.waiting and len(self.running) < self.max_num_active_reqs):  # a prompt may need the room
+            return
         spare, left = self.free_blocks(), self.max_num_scheduled_tokens - len(self.running)
-        drafts = self.drafter.drafts(room, len(decoding))
+        drafts = self.drafter.drafts({each.request_id: self._draft_room(each) for each in decoding})
         for request in decoding:
             draft = drafts.get(request.request_id, [])[:left]
             tail = -request.num_tokens % self.block_size
