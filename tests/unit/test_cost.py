@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dora.core.forecast.cost import CostModel, read_share
+from dora.data.limits import DRAFT_TOKENS_MAX
 
 DENSE = CostModel(kv_token_s=1e-6, weights_s=0.03, request_s=0.001, step_s=0.02)
 
@@ -45,3 +46,20 @@ def test_uneven_experts_lengthen_computing_by_less_the_more_tokens_there_are() -
         assert cost.matmul_s(running) - 0.02 == pytest.approx(0.001 * running * (1 + longer))
     assert cost.matmul_s(4) == 0.03 + 0.02  # weights bind
     assert cost.tokens_per_s(64, 0.0) == pytest.approx(64 / (0.064 * (1 + 2 / sqrt(64)) + 0.02))
+
+
+def test_drafts_bring_most_in_small_batches_and_nothing_in_full_ones() -> None:
+    drafting = replace(DENSE, draft_acceptance=0.7, draft_verify_s=0.002)
+    gains = [DENSE.decode_step_s(n, 1000.0 * n) / drafting.decode_step_s(n, 1000.0 * n) for n in (1, 4, 16, 64, 400)]
+    assert gains == sorted(gains, reverse=True)
+    assert 2.5 < gains[0] < 1 / (1 - 0.7)
+    assert gains[-1] == 1.0
+    assert drafting.kv_tokens_at(4, drafting.decode_step_s(4, 5000.0)) == pytest.approx(5000.0)
+
+
+def test_a_draft_of_any_length_yields_what_drawn_ones_do() -> None:
+    """One request; all of a step is constant, so the longest draft is best."""
+    drafting = CostModel(0.0, 0.0, 0.0, 0.02, draft_acceptance=0.6)
+    rng = np.random.default_rng(1)
+    accepted = (rng.random((20_000, DRAFT_TOKENS_MAX)) < 0.6).cumprod(axis=1).sum(axis=1)
+    assert 0.02 / drafting.decode_step_s(1, 0.0) == pytest.approx(1 + accepted.mean(), rel=0.02)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dora.core.forecast.cost import CostModel
-from dora.data.engine_samples import DecodeSample, Measurement, MixedRequest
+from dora.data.engine_samples import DecodeSample, DraftSample, Measurement, MixedRequest
 from dora.errors import InvalidValue
 from dora.lab.planning.least_squares import non_negative_least_squares
 from dora.lab.planning.profile import fit, predicted_s, validate
@@ -110,3 +110,14 @@ def test_validation_needs_a_measured_run() -> None:
     nothing = Measurement(SLOTS, (), (), (), 0.0, (), 0.0)
     with refused(InvalidValue, field="mixed workload", value=0):
         validate(fit(*samples(COST)).coefficients, nothing)
+
+
+def test_verifying_drafts_costs_what_their_tokens_do_not_explain() -> None:
+    cost = replace(COST, draft_verify_s=0.004)
+    drafts = [
+        DraftSample(batch, 4, 100.0, cost.kv_token_s * 100.0 + cost.computed_s(5 * batch) + 0.004)
+        for batch in (1, 2, 8)
+    ]
+    decode, prefill = samples(COST)
+    assert fit(decode, prefill, None, drafts).coefficients.draft_verify_s == pytest.approx(0.004)
+    assert fit(decode, prefill).coefficients.draft_verify_s == 0.0
