@@ -11,7 +11,9 @@ from dora.data.types import RequestSpec
 from dora.worker.drafting.history import History, Sequence_
 from dora.worker.drafting.pace import Pace
 
-BACK_OFF_MAX: Final = 32  # steps for which a request without a draft that pays, or that was accepted, gets none
+LOOKUPS: Final = 16  # without a draft that pays, in a step: a request of a larger batch rests some steps after one
+MISSES_MAX: Final = 4  # drafts in a row of which nothing was accepted, before a request pauses
+BACK_OFF_MAX: Final = 32  # steps of the longest pause
 LEARNING: Final = 0.1  # weight of the latest draft in a request's accuracy
 ACCURACY_MIN, ACCURACY_MAX = 0.05, 1.5
 RECOVERY: Final = 0.02  # how far an accuracy returns to 1 each time that no draft pays
@@ -26,11 +28,13 @@ class _Drafted:
     tokens: int  # of the response, in the sequence
     accuracy: float = 1.0
     promised: float = 0.0  # of the present draft
-    pause: int = 1
-    rests: int = 0  # steps
+    misses: int = 0
+    rests: int = 0  # steps without a lookup
 
-    def back_off(self) -> None:
-        self.rests, self.pause = self.pause, min(BACK_OFF_MAX, 2 * self.pause)
+    def miss(self) -> None:
+        self.misses += 1
+        if self.misses >= MISSES_MAX:
+            self.rests = min(BACK_OFF_MAX, 1 << (self.misses - MISSES_MAX))
 
 
 class Drafter:
@@ -114,7 +118,7 @@ class Drafter:
                 known.promised = sum(shares)
                 expected += known.promised * known.accuracy
             else:
-                known.back_off()
+                known.rests = self._fed // LOOKUPS
                 known.accuracy += RECOVERY * (1.0 - known.accuracy)
         drafted = sum(map(len, found.values()))
         if not self._pace.pays(self._fed, drafted, expected):
@@ -145,9 +149,9 @@ class Drafter:
             self.drafted_tokens += drafted
             self.accepted_tokens += accepted
             if accepted:
-                known.pause = 1
+                known.misses = 0
             else:
-                known.back_off()
+                known.miss()
             if known.promised:
                 found = min(ACCURACY_MAX, accepted / known.promised)
                 known.accuracy = max(ACCURACY_MIN, known.accuracy + LEARNING * (found - known.accuracy))
