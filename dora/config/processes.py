@@ -98,8 +98,21 @@ class WorkersConfig(Section):
         description="on GPUs: where engines on the trainer's host read a version: its file, or the trainer's memory, "
         "with the file as the fallback",
     )
-    quantisation: Literal["", "int8"] = Field(
-        "", description="int8: projections, quantised as each version is loaded; logprobs are the quantised model's own"
+    quantisation: Literal["", "int8", "fp8"] = Field(
+        "",
+        description="projections in int8, or in fp8 on GPUs, quantised as each version is loaded; logprobs are the "
+        "quantised model's own",
+    )
+    kv_dtype: str = Field(
+        "",
+        pattern=r"^[a-z0-9_]*$",
+        description="of KV, one of vLLM's (kv_cache_dtype), such as fp8; empty: workers.dtype",
+    )
+    mismatch_max: float = Field(
+        0.1,
+        ge=0.0,
+        description="with workers.quantisation or workers.kv_dtype: if the trainer finds a larger KL divergence of a "
+        "version's engines from its own policy, nats a token, later versions are sampled in full precision; 0: never",
     )
     speculation: Literal["off", "history", "ngram"] = Field(
         "off",
@@ -141,7 +154,7 @@ class WorkersConfig(Section):
     )
     engine_args: dict[str, Any] = Field(
         {},
-        description="a table of vLLM's own arguments for its engines, such as enforce_eager, kv_cache_dtype or "
+        description="a table of vLLM's own arguments for its engines, such as enforce_eager or "
         "max_num_batched_tokens; those that DORA sets are refused by name",
     )
     environment: tuple[VariableName, ...] = Field(
@@ -183,6 +196,9 @@ class WorkersConfig(Section):
         if self.speculation != "off" and (self.engine == "fake" or self.pipeline_parallel > 1):
             allowed = "off, or another with workers.engine = vllm and workers.pipeline_parallel = 1"
             raise InvalidValue("workers.speculation", self.speculation, allowed)
+        if self.quantisation == "fp8" and self.engine == "vllm" and self.count and not on_gpus:
+            allowed = "empty or int8; fp8 needs GPUs of compute capability 8.9 or above (workers.device = cuda)"
+            raise InvalidValue("workers.quantisation", "fp8", allowed)
         for name in ("tensor_parallel", "pipeline_parallel"):
             if self.engine == "fake" and getattr(self, name) > 1:
                 raise InvalidValue(f"workers.{name}", getattr(self, name), "1 where workers.engine is fake")
@@ -196,7 +212,7 @@ class WorkersConfig(Section):
     @property
     def numerics(self) -> EngineNumerics:
         """The settings that decide how the engines round."""
-        return EngineNumerics(self.quantisation, self.dtype, self.batch_invariant)
+        return EngineNumerics(self.quantisation, self.dtype, self.batch_invariant, self.kv_dtype)
 
     @property
     def ranks(self) -> int:

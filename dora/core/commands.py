@@ -207,6 +207,24 @@ class StopWorker:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class RestartWorker:
+    """Start the engine of an empty worker again, in full or in the configured precision. Outcome: WorkerLost."""
+
+    worker_id: str
+    epoch: int
+    full_precision: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FallBack:
+    """Sample ``version`` and later ones in full precision: the mismatch of version ``measured`` is too large."""
+
+    version: int
+    measured: int
+    mismatch: float  # nats a token
+
+
 # ------------------------------------------------------------------------------ to a worker; outcome: one CommandDone
 
 
@@ -319,6 +337,8 @@ Command = (
     | ReleaseSnapshot
     | EvictWorker
     | StopWorker
+    | RestartWorker
+    | FallBack
     | LoadVersion
     | StartRequest
     | ExtendRequest

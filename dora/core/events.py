@@ -176,6 +176,7 @@ class WorkerJoined:
     host: str = ""  # its name; empty: not known
     version: int = -1  # in its memory, as published now; -1: none
     requests: dict[str, int] = field(default_factory=dict)  # request id -> its response tokens
+    full_precision: bool = False  # of its engine, although the configuration names a lower precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +385,7 @@ class StepRequested:
 class StepCommitted:
     """The trainer has trained on ``step``; the weights of version ``step + 1`` are in the store.
 
-    The other fields are its figures for an adaptive window, below 0 if not given.
+    The other fields are its figures, below 0 if not given: for an adaptive window, and the engines' mismatch.
     """
 
     trainer_epoch: int
@@ -393,6 +394,7 @@ class StepCommitted:
     clip_fraction: float = -1.0  # of the trained tokens
     effective_sample: float = -1.0  # 0 to 1
     movement: float = -1.0  # of the policy in the step, nats a token
+    mismatch: float = -1.0  # of version ``step`` with the same weights (dora.data.mismatch), nats a token
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class State:
         self.rejected: dict[int, RejectVersion] = {}  # version -> reason, until it is published again
         self.unavailable: dict[int, str] = {}  # stored versions without weights on any host -> reason
         self.to_republish: set[int] = set()  # versions rejected since the last commit and not republished
+        self.full_precision_from = -1  # the first version sampled so by a fallback (rules/precision.py); -1: none
         self.replan = False  # the set of loadable versions has changed: the next plan is due at once
         # workers and handoffs
         self.workers: dict[str, Worker] = {}

@@ -16,6 +16,8 @@ _SETTINGS: Final = {
     "max_model_len": "workers.max_model_len_tokens",
     "max_num_seqs": "workers.slots",
     "block_size": "workers.block_tokens",
+    "kv_cache_dtype": "workers.kv_dtype",
+    "quantization": "workers.quantisation",
     "gpu_memory_utilization": "workers.gpu_memory_utilisation",
     "kv_cache_memory_bytes": "workers.kv_tokens",
     "num_gpu_blocks_override": "workers.kv_tokens",
@@ -53,21 +55,13 @@ IDENTIFYING: Final = (
     "compilation_config",
     "enable_expert_parallel",
     "enforce_eager",
-    "kv_cache_dtype",
     "max_num_batched_tokens",
-    "quantization",
 )
-_LOSSY: Final = ("kv_cache_dtype", "quantization")
 
 
 def identifying(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that belong to an engine's fingerprint."""
     return {name: arguments[name] for name in IDENTIFYING if name in arguments}
-
-
-def quantisation_of(own: str, arguments: Mapping[str, Any]) -> str:
-    """Returns what makes logprobs differ from the unquantised model's: DORA's ``own`` quantisation, or arguments."""
-    return own or ",".join(name for name in _LOSSY if name in arguments)
 
 
 def check_owned(arguments: Iterable[str], owned: Mapping[str, str] = OWNED) -> None:
@@ -84,14 +78,32 @@ def check_known(arguments: Iterable[str], known: Collection[str]) -> None:
             raise InvalidValue(FIELD, name, one_of(name, known, listed_by=_LISTED_BY))
 
 
-def installed_arguments() -> list[str]:
-    """Returns the names of the arguments of the installed vLLM, which is not imported; none without one."""
+def check_kv_dtype(kv_dtype: str) -> None:
+    """Raises InvalidValue for a dtype of KV that the installed vLLM does not have."""
+    known = installed_kv_dtypes()
+    if kv_dtype and known and kv_dtype not in known:
+        raise InvalidValue("workers.kv_dtype", kv_dtype, f"empty, or of the installed vLLM: {', '.join(known)}")
+
+
+def installed_kv_dtypes() -> list[str]:
+    """Returns the dtypes of KV of the installed vLLM, which is not imported; none without one."""
+    for each in _installed("config", "cache.py"):
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "CacheDType":
+            names = [node.value for node in ast.walk(each.value) if isinstance(node, ast.Constant)]
+            return [str(name) for name in names if name != "auto"]
+    return []
+
+
+def _installed(*parts: str) -> list[ast.stmt]:
     found = find_spec("vllm")
     places = found.submodule_search_locations if found is not None else None
-    file = Path(places[0]) / "engine" / "arg_utils.py" if places else None
-    if file is None or not file.is_file():
-        return []
-    for each in ast.parse(file.read_text(encoding="utf-8")).body:
+    file = Path(places[0], *parts) if places else None
+    return ast.parse(file.read_text(encoding="utf-8")).body if file is not None and file.is_file() else []
+
+
+def installed_arguments() -> list[str]:
+    """Returns the names of the arguments of the installed vLLM, which is not imported; none without one."""
+    for each in _installed("engine", "arg_utils.py"):
         if isinstance(each, ast.ClassDef) and each.name == "EngineArgs":
             fields = [node.target for node in each.body if isinstance(node, ast.AnnAssign)]
             return [field.id for field in fields if isinstance(field, ast.Name)]

@@ -49,6 +49,7 @@ class CommittedStep:
     weights: str = ALL_WEIGHTS  # the service's ``record_weights``; the recorder fills it in
     replayed: tuple[str, ...] = ()  # groups of earlier steps that the trainer says it trained on once more
     drafts: tuple[int, ...] = ()  # tokens that engines drafted and accepted since the commit before; empty: none
+    mismatches: tuple[Mapping[str, Any], ...] = ()  # as the trainer tells (keys: dora.data.mismatch.Mismatch)
 
 
 def unwritable(folder: Path, error: OSError) -> InvalidValue:
@@ -104,6 +105,7 @@ class RecordContent:
                     continue
                 tree["staleness_groups"] = tuple(tree.get("staleness_groups", ()))
                 tree["replayed"] = tuple(tree.get("replayed", ()))
+                tree["mismatches"] = tuple(tree.get("mismatches", ()))
                 self._take(CommittedStep(**tree), line)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise InvalidValue(f"{STEPS_FILE} line {number}", line[:80], "a committed step") from error

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,6 +66,9 @@ class Recorder(RecordContent):
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
         self._numerics = numerics
+        self.is_full: Callable[[int], bool] = lambda version: (
+            False
+        )  # whether a version has fallen back to full precision
         self._weights = weights
         self._passing: set[int] = set()  # versions whose weights are deleted after two later commits
         self._versions = folder / VERSIONS_FOLDER
@@ -174,9 +177,10 @@ class Recorder(RecordContent):
             for file in sorted(folder.iterdir()):
                 if file.is_file() and not file.name.startswith((_OWN_PREFIX, ".")):
                     link_or_copy(file.resolve(), unfinished / file.name, may_link=version not in self._doubted)
-            if self._numerics != PLAIN_NUMERICS:
+            numerics = self._numerics.full() if self.is_full(version) else self._numerics
+            if numerics != PLAIN_NUMERICS:
                 (unfinished / ROLLOUT_FILE).unlink(missing_ok=True)  # a link to the model's own file of that name
-                (unfinished / ROLLOUT_FILE).write_text(json.dumps(asdict(self._numerics)) + "\n")
+                (unfinished / ROLLOUT_FILE).write_text(json.dumps(asdict(numerics)) + "\n")
             sync_folder(unfinished)
             if kept.is_dir():
                 shutil.rmtree(kept)

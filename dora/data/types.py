@@ -198,12 +198,29 @@ class TokenDelta:
 class EngineNumerics:
     """The settings that decide how the sampling engines round a version's logprobs.
 
-    An empty ``quantisation`` is none. If ``batch_invariant``, a request's logits do not depend on its neighbours.
+    An empty ``quantisation`` is none. If ``batch_invariant``, a request's logits do not depend on its neighbours. An
+    empty ``kv_dtype`` is ``dtype``.
     """
 
     quantisation: str = ""
     dtype: str = "float32"
     batch_invariant: bool = False
+    kv_dtype: str = ""
+
+    @property
+    def is_low(self) -> bool:
+        """Whether weights or KV have less than the precision of ``dtype``."""
+        return bool(self.quantisation or self.kv_dtype)
+
+    @property
+    def precision(self) -> str:
+        """The lower precision in words, or an empty text."""
+        kv = f"KV in {self.kv_dtype}" if self.kv_dtype else ""
+        return ", ".join(filter(None, (self.quantisation, kv)))
+
+    def full(self) -> "EngineNumerics":
+        """Returns the same in full precision."""
+        return replace(self, quantisation="", kv_dtype="")
 
 
 PLAIN_NUMERICS: Final = EngineNumerics()
@@ -224,6 +241,7 @@ class EngineCapability:
     state_bytes: int = 0  # of one request, of the layers that keep a state
     tensor_parallel: int = 1  # ranks that share each layer
     pipeline_parallel: int = 1  # stages, each of so many ranks
+    full_precision: bool = False  # it was started without the service's quantisation and KV dtype
 
 
 @dataclass(frozen=True, slots=True)

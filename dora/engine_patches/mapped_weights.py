@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from dora.engine_patches import reload_proof
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
-from dora.engine_patches.quantised import quantised
+from dora.engine_patches.quantised import kind_of, quantised
 
 NAME: Final = "mapped_weights"
 BACKEND: Final = "dora"  # the name in vLLM's ``weight_transfer_config``
@@ -76,8 +76,8 @@ class MappedWeights(WeightTransferEngine[NothingToInit, WeightFiles]):
             tensors: Iterator[tuple[str, torch.Tensor]] = found
             if update_info.changed:
                 tensors = reload_proof.changed(tensors, update_info.changed, update_info.token_ids)
-            if self.vllm_config.model_config.quantization is not None:
-                tensors = quantised(tensors)
+            if kind := kind_of(self.vllm_config.model_config.hf_config):
+                tensors = quantised(tensors, kind)
             self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:

@@ -59,6 +59,7 @@ def worker_argv(config: WorkersConfig, worker_id: str, context: LaunchContext) -
         "--load-timeout-s": config.load_timeout_s,
         **({"--engine-args": json.dumps(config.engine_args)} if config.engine_args else {}),
         **({"--quantisation": config.quantisation} if config.quantisation else {}),
+        **({"--kv-dtype": config.kv_dtype} if config.kv_dtype else {}),
         **_speculation(config),
         **({"--host-folder": context.folder} if context.folder else {}),
         **({"--kv-host": context.kv_host} if context.kv_host else {}),

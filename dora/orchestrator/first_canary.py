@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config
-from dora.data.engine_args import quantisation_of
 from dora.data.types import Canary
 from dora.errors import InvalidValue, NotFound
 from dora.host.last_words import reason_in
@@ -41,8 +40,7 @@ async def compare_later(
         if found.token_ids != expected.token_ids:
             progress("warning: version 0 is not compared with transformers: its routers tie on the workers' tokens")
             return
-        quantisation = quantisation_of(workers.quantisation, workers.engine_args)
-        check_reproduced(0, found, expected, bound_of(workers.dtype, quantisation))
+        check_reproduced(0, found, expected, bound_of(workers.numerics))
         progress("version 0 was compared with transformers: the workers compute the same")
 
 

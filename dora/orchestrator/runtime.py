@@ -12,6 +12,7 @@ from typing import Final
 from dora.config import Config
 from dora.core import Machine
 from dora.core import events as on
+from dora.core.rules.precision import is_full
 from dora.data.run_record import Recorder
 from dora.data.types import RoutingShape
 from dora.errors import Conflict
@@ -86,6 +87,8 @@ class Runtime:
         core = self.core = ServiceCore(Machine(config), Executor(), self.journal, self.telemetry, self.buffer)
         self.incarnation = Incarnation()
         self._ticked_s: float | None = None  # of the last tick, by the system's clock
+        if recorder is not None:
+            recorder.is_full = functools.partial(is_full, core.state)
         self.recorder = RecordQueue(recorder, self.storage, core.spawn, self.journal)
         self.sessions = MemberSessions(self._end_lost, None, config.workers.report_period_ms)
         fetched = functools.partial(self.telemetry.observe, of.RELAY)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.config import Config, validated
-from dora.data.engine_args import check_known, installed_arguments
+from dora.data.engine_args import check_known, check_kv_dtype, installed_arguments
 from dora.data.extras import install
 from dora.data.record_content import RecordContent
 from dora.data.run_record import LINES_FILES, VERSIONS_FOLDER, Recorder, unwritable
@@ -132,6 +132,7 @@ def check_engine(config: Config) -> None:
         allowed = f"an engine that is installed, or fake. vLLM comes with {install('cpu')}, or with [cuda]"
         raise InvalidValue("workers.engine", config.workers.engine, allowed)
     check_known(config.workers.engine_args, installed_arguments())
+    check_kv_dtype(config.workers.kv_dtype)
     if config.workers.weights_from == "trainer" and not proof_file("images").is_file():
         allowed = "file, until `dora doctor --device cuda --stage images` has proven the other way here"
         raise InvalidValue("workers.weights_from", "trainer", allowed)

@@ -847,7 +847,7 @@ class WatchRequest(_message.Message):
     def __init__(self, period_ms: _Optional[int] = ..., only_new: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves", "window_wait", "warnings", "prompts_total", "step_s", "fleet_advice", "agents_wait_s")
+    __slots__ = ("model", "uptime_s", "window_versions", "groups_per_step", "filling_step", "filling_left", "newest_version", "trainer", "versions", "workers", "counters", "steps", "draining", "prompts_queued", "dp_groups_to_add", "source_epoch", "source_index", "storage_faults", "kv_tier", "prompts_failed", "pools", "evaluations", "adaptive_window", "hosts", "drain", "evaluated", "trainer_stalled", "moves", "window_wait", "warnings", "prompts_total", "step_s", "fleet_advice", "agents_wait_s", "mismatches")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -889,6 +889,7 @@ class Status(_message.Message):
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     FLEET_ADVICE_FIELD_NUMBER: _ClassVar[int]
     AGENTS_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     model: str
     uptime_s: float
     window_versions: int
@@ -923,7 +924,24 @@ class Status(_message.Message):
     step_s: float
     fleet_advice: FleetAdvice
     agents_wait_s: float
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., window_wait: _Optional[_Union[WindowWait, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ..., prompts_total: _Optional[int] = ..., step_s: _Optional[float] = ..., fleet_advice: _Optional[_Union[FleetAdvice, _Mapping]] = ..., agents_wait_s: _Optional[float] = ...) -> None: ...
+    mismatches: _containers.RepeatedCompositeFieldContainer[Mismatch]
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., window_versions: _Optional[int] = ..., groups_per_step: _Optional[int] = ..., filling_step: _Optional[int] = ..., filling_left: _Optional[int] = ..., newest_version: _Optional[int] = ..., trainer: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., draining: _Optional[bool] = ..., prompts_queued: _Optional[int] = ..., dp_groups_to_add: _Optional[int] = ..., source_epoch: _Optional[int] = ..., source_index: _Optional[int] = ..., storage_faults: _Optional[_Iterable[_Union[StorageFault, _Mapping]]] = ..., kv_tier: _Optional[_Union[KvTierStatus, _Mapping]] = ..., prompts_failed: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., evaluations: _Optional[_Iterable[_Union[EvaluationStatus, _Mapping]]] = ..., adaptive_window: _Optional[_Union[AdaptiveWindow, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostStatus, _Mapping]]] = ..., drain: _Optional[_Union[Draining, _Mapping]] = ..., evaluated: _Optional[_Iterable[_Union[EvaluatedVersion, _Mapping]]] = ..., trainer_stalled: _Optional[str] = ..., moves: _Optional[_Iterable[_Union[Move, _Mapping]]] = ..., window_wait: _Optional[_Union[WindowWait, _Mapping]] = ..., warnings: _Optional[_Iterable[_Union[LogLine, _Mapping]]] = ..., prompts_total: _Optional[int] = ..., step_s: _Optional[float] = ..., fleet_advice: _Optional[_Union[FleetAdvice, _Mapping]] = ..., agents_wait_s: _Optional[float] = ..., mismatches: _Optional[_Iterable[_Union[Mismatch, _Mapping]]] = ...) -> None: ...
+
+class Mismatch(_message.Message):
+    __slots__ = ("version", "staleness", "kl", "ratio_outside", "tokens", "precision")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    KL_FIELD_NUMBER: _ClassVar[int]
+    RATIO_OUTSIDE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    staleness: int
+    kl: float
+    ratio_outside: float
+    tokens: int
+    precision: str
+    def __init__(self, version: _Optional[int] = ..., staleness: _Optional[int] = ..., kl: _Optional[float] = ..., ratio_outside: _Optional[float] = ..., tokens: _Optional[int] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class WindowWait(_message.Message):
     __slots__ = ("waits_for", "reason", "group_id", "session_id", "environment", "since", "sessions_idle")
@@ -1566,7 +1584,7 @@ class CopyBegan(_message.Message):
     def __init__(self, command_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel", "takes_start_requests", "hosts", "held", "state_bytes")
+    __slots__ = ("worker_id", "pid", "host", "fingerprint", "slots", "kv_tokens", "block_tokens", "max_model_len_tokens", "vocab_size", "dtype", "kv_address", "kv_transports", "kv_token_bytes", "tensor_parallel", "pipeline_parallel", "takes_start_requests", "hosts", "held", "state_bytes", "full_precision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -1586,6 +1604,7 @@ class WorkerHello(_message.Message):
     HOSTS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FULL_PRECISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pid: int
     host: str
@@ -1605,7 +1624,8 @@ class WorkerHello(_message.Message):
     hosts: HostedVersion
     held: _containers.RepeatedCompositeFieldContainer[HeldRequest]
     state_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., takes_start_requests: _Optional[bool] = ..., hosts: _Optional[_Union[HostedVersion, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    full_precision: bool
+    def __init__(self, worker_id: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., fingerprint: _Optional[str] = ..., slots: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_model_len_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., kv_address: _Optional[str] = ..., kv_transports: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., takes_start_requests: _Optional[bool] = ..., hosts: _Optional[_Union[HostedVersion, _Mapping]] = ..., held: _Optional[_Iterable[_Union[HeldRequest, _Mapping]]] = ..., state_bytes: _Optional[int] = ..., full_precision: _Optional[bool] = ...) -> None: ...
 
 class HostedVersion(_message.Message):
     __slots__ = ("version", "name")
@@ -1995,8 +2015,12 @@ class Thaw(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Shutdown(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("starts_again", "full_precision")
+    STARTS_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    FULL_PRECISION_FIELD_NUMBER: _ClassVar[int]
+    starts_again: bool
+    full_precision: bool
+    def __init__(self, starts_again: _Optional[bool] = ..., full_precision: _Optional[bool] = ...) -> None: ...
 
 class HostMessage(_message.Message):
     __slots__ = ("hello", "report", "arrived", "leaving", "ready", "failed", "examined")

@@ -65,6 +65,7 @@ class CommandLoop(Generic[V]):
         self._orders = orders
         self._responder = responder
         self._shutdown = False
+        self.last_order = pb.Shutdown()  # the one that it obeyed
         self.endpoint = endpoint
         self.handlers: dict[str, Handler] = {
             "reserve_slot": self._reserve_slot,
@@ -93,7 +94,7 @@ class CommandLoop(Generic[V]):
     def _obey(self, command: pb.WorkerCommand) -> None:
         kind = command.WhichOneof("kind")
         if kind == "shutdown":
-            self._shutdown = True
+            self._shutdown, self.last_order = True, command.shutdown
             return
         outcome = pb.WorkerOutcome(command_id=command.command_id, ok=True, at=time.time())
         try:

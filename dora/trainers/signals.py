@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dora.data.mismatch import RATIO_HIGH, RATIO_LOW
 from dora.data.trajectory import Trajectory
 from dora.data.types import ALARM
 from dora.trainers.objectives.batch import TokenBatch
@@ -45,6 +46,8 @@ class Signals:
     effective_sample: float
     logprob_gap: float  # |present - behaviour|
     logprob_gap_max: float
+    mismatch_kl: float  # KL divergence of behaviour from present policy, nats a token, estimated by r - 1 - log r
+    ratio_outside: float  # share of ratios outside RATIO_LOW to RATIO_HIGH
     entropy: float  # estimated by -logprob of the sampled tokens
     trajectories: int  # of all groups taken, including those without a learning signal; also for the fields below
     reward_mean: float  # over those with a valid reward
@@ -71,6 +74,8 @@ class Sums:
     ratio_squared: float = 0.0
     logprob: float = 0.0
     gap: float = 0.0
+    kl: float = 0.0
+    outside: int = 0
     trajectories: int = 0
     rewards: int = 0  # valid ones
     reward: float = 0.0
@@ -100,6 +105,8 @@ class Sums:
             effective_sample=_over(self.ratio**2, self.finite * self.ratio_squared),
             logprob_gap=_over(self.gap, self.finite),
             logprob_gap_max=self.gap_max if self.finite else math.nan,
+            mismatch_kl=_over(self.kl, self.finite),
+            ratio_outside=_over(self.outside, self.finite),
             entropy=_over(-self.logprob, self.finite),
             trajectories=self.trajectories,
             reward_mean=_over(self.reward, self.rewards),
@@ -117,7 +124,7 @@ class Sums:
 
 
 _LARGEST: Final = ("ratio_max", "gap_max")
-_COUNTS: Final = ("tokens", "finite", "clipped", "trajectories", "rewards", "length")
+_COUNTS: Final = ("tokens", "finite", "clipped", "trajectories", "rewards", "length", "outside")
 _ADDED: Final = tuple(each.name for each in fields(Sums) if each.name not in (*_LARGEST, "bins"))
 ByStaleness = Mapping[int, Sums]  # STALENESS_MAX also stands for more
 
@@ -143,6 +150,8 @@ def token_sums(batch: TokenBatch, clipped: torch.Tensor, staleness: Sequence[int
             ratio_squared=float((ratios**2).sum()),
             logprob=float(present[here].sum()),
             gap=float(gaps.sum()),
+            kl=float((ratios - 1.0 - log_ratios).sum()),
+            outside=int(((ratios < RATIO_LOW) | (ratios > RATIO_HIGH)).sum()),
             ratio_max=float(ratios.max(initial=0.0)),
             gap_max=float(gaps.max(initial=0.0)),
             bins=np.bincount(places, minlength=_BINS),

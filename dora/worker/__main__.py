@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import DoraError
+from dora.host.command import WORKER_MODULE
 from dora.kvtransfer.plane import DataPlane, local_host
 from dora.rpc import dora_pb2 as pb
 from dora.session.guarded import check_credentials
@@ -33,6 +34,7 @@ from dora.worker.vllm.device.port import KINDS
 log = logging.getLogger("dora.worker")
 
 SWITCH_S: Final = 0.5e-3
+FULL_PRECISION: Final = "--full-precision"
 
 
 class WorkerMember(LinkedMember):
@@ -57,6 +59,11 @@ class WorkerMember(LinkedMember):
     def step_alone(self) -> bool:
         return self._loop is not None and self._loop.step_alone()
 
+    @property
+    def last_order(self) -> pb.Shutdown:
+        """The order that has ended it; an empty one if there was none."""
+        return pb.Shutdown() if self._loop is None else self._loop.last_order
+
 
 def main(argv: list[str] | None = None) -> int:
     ignore_notices()
@@ -65,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     if sys.argv[1:] == ["--wait"]:
         argv = _arguments_from_stdin("cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
     options = _parser().parse_args(argv)
+    if options.full_precision:
+        options.quantisation = options.kv_dtype = ""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.worker_id} %(levelname)s %(message)s")
     if bound:
         log.info("%s", bound)
@@ -93,10 +102,26 @@ def main(argv: list[str] | None = None) -> int:
             member = WorkerMember(address, engine, stop)
             stack.callback(member.close)
             member.serve()
+            order = member.last_order
     except DoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
+    if order.starts_again:
+        _start_again(argv if argv is not None else sys.argv[1:], token, full_precision=order.full_precision)
     return 0
+
+
+def _start_again(argv: list[str], token: str, *, full_precision: bool) -> None:
+    """Replaces this process by one with an engine of the other precision. Its launcher keeps the process that it knows.
+
+    vLLM fixes quantisation as it builds a model, and the KV-cache's dtype as it allocates it.
+    """
+    argv = [each for each in argv if each != FULL_PRECISION] + [FULL_PRECISION] * full_precision
+    log.info("the engine starts again in %s precision", "full" if full_precision else "the configured")
+    logging.shutdown()
+    os.execve(
+        sys.executable, [sys.executable, "-m", WORKER_MODULE, *argv], {**os.environ, "DORA_TOKEN": token}
+    )  # fmt: skip
 
 
 def _arguments_from_stdin(device: str) -> list[str]:
@@ -128,6 +153,7 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             max_model_len_tokens=options.max_model_len_tokens,
             model=Path(options.model),
             router_replay=options.router_replay,
+            full_precision=options.full_precision,
         )
     from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
@@ -143,6 +169,8 @@ def make_engine(options: argparse.Namespace) -> RolloutEngine:
             tensor_parallel=options.tensor_parallel,
             pipeline_parallel=options.pipeline_parallel,
             quantisation=options.quantisation,
+            kv_dtype=options.kv_dtype,
+            full_precision=options.full_precision,
             memory_share=options.gpu_memory_utilisation,
             batch_invariant=options.batch_invariant,
             state_bytes=options.state_mb << 20,
@@ -180,7 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the device's")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer, each a process")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages, each of so many ranks")
-    parser.add_argument("--quantisation", choices=("int8",), default="", help="of projections; none by default")
+    parser.add_argument("--quantisation", choices=("int8", "fp8"), default="", help="of projections; none by default")
+    parser.add_argument("--kv-dtype", default="", help="of KV, one of vLLM's; default: --dtype")
+    parser.add_argument(FULL_PRECISION, action="store_true", help="without --quantisation and --kv-dtype")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="vLLM's own arguments: an object of JSON")
     parser.add_argument("--batch-invariant", action="store_true", help="on GPUs: logits independent of neighbours")
     parser.add_argument("--speculation", choices=("history", "ngram"), default="", help="drafts; none by default")

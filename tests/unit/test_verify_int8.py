@@ -17,7 +17,7 @@ from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import EngineNumerics, Segment
 from dora.errors import InvalidValue
-from dora.models.int8 import int8_of, is_quantised, quantise
+from dora.models.quantisation import int8_of, is_quantised, quantise
 from dora.models.tiny import make_tiny
 from dora.ops.cli.app import app
 from dora.ops.verify import verify
@@ -113,7 +113,7 @@ def test_what_is_not_known_is_refused(
 
 
 def test_a_model_of_which_nothing_is_quantised_is_no_model_in_int8() -> None:
-    assert quantise(torch.nn.Sequential(torch.nn.Linear(4, 4))) == 0
+    assert quantise(torch.nn.Sequential(torch.nn.Linear(4, 4)), "int8") == 0
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ class Worker:
     draining: bool = False
     stopping: bool = False  # it was ordered to end, or an operator asked for its end
     evicted: bool = False  # its end was asked for
+    full_precision: bool = False  # its engine has none of the configured quantisation
     load_began_s: float = 0.0
     load_is_void: bool = False  # the version being loaded was published again meanwhile, so it must be loaded again
     load_failures: int = 0

@@ -1,5 +1,6 @@
 """The core's learned estimates as a text that outlives it: step times, pace of tokens, lengths, trials of window sizes.
-No promise depends on it; without it strategies start from their defaults.
+No promise depends on these; without them strategies start from their defaults. It also has the first version of full
+precision, if there is one: all workers of a version must have the same (C1).
 
 Stores global and per-task length statistics, not per-prompt history.
 """
@@ -23,6 +24,8 @@ def snapshot(state: State) -> str:
     }
     if state.adaptive is not None:
         parts["adaptive"] = state.adaptive.snapshot()
+    if state.full_precision_from >= 0:
+        parts["full_precision_from"] = state.full_precision_from
     return json.dumps(parts, separators=(",", ":"))
 
 
@@ -35,6 +38,7 @@ def without_window(text: str) -> str:
 def restore(state: State, text: str) -> None:
     """Restores estimates; a text of another version is ignored."""
     parts = json.loads(text)
+    state.full_precision_from = parts.get("full_precision_from", -1)
     if parts["version"] != VERSION:
         return
     state.freshness.restore(parts["need"], state.now_s)

@@ -21,6 +21,7 @@ from dora.core.rules import (
     membership,
     parking,
     placement,
+    precision,
     rejection,
     stalls,
 )
@@ -284,6 +285,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
     lease.committed(state)
     state.freshness.published(state.now_s, event.waited_s)
     _adapt(state, event, state.rates.published(state.now_s), staleness)
+    precision.judge(state, event)
 
 
 def _staleness(state: State, step: int) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 from dora.core import commands as do
 from dora.core import events as on
 from dora.core.fleet.worker import Worker, one_of_workers
-from dora.core.rules import arrival, handoff, rejection
+from dora.core.rules import arrival, handoff, precision, rejection
 from dora.core.rules.placement import orphan
 from dora.core.state import IDLE, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
@@ -21,9 +21,11 @@ def joined(state: State, event: on.WorkerJoined) -> None:
         raise Conflict("worker_id", event.worker_id, "an id that no connected worker has", why="is taken")
     index = state.free_index()
     worker = Worker(event.worker_id, event.epoch, index, event.slots, event.kv_tokens, event.host)
+    worker.full_precision = event.full_precision
     window = state.window
     is_another = event.version in window.rejected  # its weights may differ from the version's next publication
     is_another |= event.version in state.unavailable and rejection.is_unproven(state, event.version)
+    is_another |= not precision.fits(state, worker, event.version)
     if event.version in range(state.retired, window.newest + 1) and not is_another:
         worker.loaded = worker.target = event.version
         rejection.proves(state, event.version)
@@ -139,7 +141,10 @@ def settle(state: State, indexes: Iterable[int]) -> None:
             and arrival.is_within_reach(state, worker)
             and rejection.may_load(state, worker)
         ):
-            load(state, worker)
+            if precision.fits(state, worker, worker.target):
+                load(state, worker)
+            else:
+                precision.restart(state, worker)
 
 
 def load(state: State, worker: Worker) -> None:

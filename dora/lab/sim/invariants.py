@@ -15,6 +15,7 @@ from dora.core import commands as do
 from dora.core.fleet.hosting import HOSTING_COLUMNS, hosting_row
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.table import FROM_POOL, LIVE, TO_POOL, Handoff, Phase
+from dora.core.rules import precision
 from dora.core.state import GroupStatus, RequestStatus, State, SuspectVersion
 from dora.core.table import Table
 from dora.lab.sim.ledger import Violation
@@ -28,6 +29,7 @@ LEASED = int(GroupStatus.LEASED)
 def check_state(state: State) -> None:
     """Raises Violation if the state breaks a promise or is inconsistent."""
     check_window(state)
+    check_precision(state)
     check_rejection(state)
     check_hosting(state)
     check_requests(state)
@@ -37,6 +39,13 @@ def check_state(state: State) -> None:
     check_pending(state)
     check_evaluations(state)
     check_idle(state)
+
+
+def check_precision(state: State) -> None:
+    """Checks that all workers of a version have its precision (C1)."""
+    for worker in state.workers.values():
+        if worker.loaded >= 0 and not precision.fits(state, worker, worker.loaded):
+            raise Violation(f"{worker.worker_id} hosts version {worker.loaded} in another precision (C1)")
 
 
 def check_window(state: State) -> None:

@@ -100,6 +100,7 @@ class SimWorker:
     version: int = -1
     loading: int = -1
     alive: bool = True
+    full_precision: bool = False
     due_s: float = inf  # time of the engine's next event
     wakes_s: float = inf  # the scheduled wake-up, at most ``due_s``; any other is void
     orders: Parcel = field(default_factory=Parcel)  # last messages to it

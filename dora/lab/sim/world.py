@@ -30,6 +30,7 @@ from dora.lab.sim.workload import FILTERED, Filter, SimPrompt, SimVerifier, Work
 from dora.lab.sim_engine.engine import SimEngine
 
 TICK_S = 5.0
+ENGINE_START_S: Final = 30.0  # of a worker that changes its precision
 LOAD_TIMES: Final = 10.0  # timeout of a load, as a multiple of its normal time
 
 Observer = Callable[[float, on.Event, list[do.Command]], None]  # now_s, the event, the core's commands
@@ -76,6 +77,7 @@ class World(WorkerDriver):
         self.events = 0
         self._seed = seed
         self.retired = 0
+        self.in_full_precision: set[str] = set()  # workers whose next processes have full precision
         self.pinned: set[int] = set()  # retired versions whose weights stay
         self._latency_s = scenario.cluster.link_latency_s
         self.observers: list[Observer] = []
@@ -114,6 +116,8 @@ class World(WorkerDriver):
             do.ReleaseSnapshot: self.release,
             do.EvictWorker: self.evict,
             do.StopWorker: self.stop,
+            do.RestartWorker: self.restart,
+            do.FallBack: lambda command: None,
         }
         self.trainer.attach()
         for index in range(scenario.cluster.engines):
@@ -185,11 +189,12 @@ class World(WorkerDriver):
         cluster = self.scenario.cluster
         self._epochs += 1
         worker = SimWorker(worker_id, self._epochs, SimEngine(self.cost, cluster.slots, cluster.kv_tokens))
+        worker.full_precision = worker_id in self.in_full_precision
         worker.engine.clock_s = self.now_s
         worker.engine.paused = self.trainer.holds_gpus
         self.workers[worker_id] = worker
-        host = self.host_of(worker_id)
-        self.post(on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host))
+        joined = on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, self.host_of(worker_id))
+        self.post(replace(joined, full_precision=worker.full_precision))
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
 
@@ -254,7 +259,9 @@ class World(WorkerDriver):
             del members[worker.worker_id]
         self.post(lost(worker, reason))
 
-    def addressed(self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker) -> SimWorker | None:
+    def addressed(
+        self, command: do.WorkerCommand | do.EvictWorker | do.StopWorker | do.RestartWorker
+    ) -> SimWorker | None:
         """The worker or pool that a command addresses; None if that epoch has ended."""
         worker = self.end(command.worker_id)
         return worker if worker is not None and worker.epoch == command.epoch else None
@@ -475,3 +482,16 @@ class World(WorkerDriver):
         worker = self.addressed(command)
         if worker is not None:
             self.lose(worker, "drained")
+
+    def restart(self, command: do.RestartWorker) -> None:
+        """Ends the worker; ``in_full_precision`` tells how its next process starts."""
+        worker = self.addressed(command)
+        if worker is not None:
+            change = self.in_full_precision.add if command.full_precision else self.in_full_precision.discard
+            change(command.worker_id)
+            self.lose(worker, "it starts again in another precision")
+            self.after(ENGINE_START_S, self._start_again, command.worker_id)
+
+    def _start_again(self, worker_id: str) -> None:
+        if worker_id not in self.workers:
+            self.join(worker_id)

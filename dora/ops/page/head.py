@@ -11,11 +11,13 @@ from dora.ops.view.metrics import alarms, metrics
 from dora.ops.view.numbers import duration, measured, number
 from dora.ops.view.service import (
     EVALUATED_SHOWN,
+    MISMATCHES_SHOWN,
     WARNINGS_SHOWN,
     drafts_line,
     drain_rows,
     faults_of,
     filling,
+    mismatch_line,
     pace,
     prompts_done,
     refusals,
@@ -88,6 +90,8 @@ def _lines(status: Status) -> Iterator[Line]:
         yield "evaluation", evaluation_line(evaluation, oldest).plain, PLAIN
     for evaluated in status.evaluated[-EVALUATED_SHOWN:]:
         yield "evaluated", evaluated_line(evaluated), PLAIN
+    for found in status.mismatches[:MISMATCHES_SHOWN]:
+        yield "mismatch", mismatch_line(found), PLAIN
     for line in status.warnings[-WARNINGS_SHOWN:]:
         yield line.level, warning(line), WARN
     yield from _last_step(status)

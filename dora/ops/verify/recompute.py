@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from dora.data.trajectory import Float32Array, Float64Array, Trajectory
 from dora.errors import InvalidValue
-from dora.models.int8 import quantise
+from dora.models.quantisation import quantise
 from dora.weights.reference import read_header, weight_files
 
 _BATCH_TOKENS_MAX: Final = 8192
@@ -30,7 +30,7 @@ def load_model(folder: Path, quantisation: str = "") -> Any:
 
     logging.disable_progress_bar()  # the command has its own progress bar
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-    if quantisation and not quantise(module):
+    if quantisation and not quantise(module, quantisation):
         raise InvalidValue("quantisation", quantisation, "empty: the model has no projection to quantise")
     return module
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from dora.data.mismatch import Mismatch, by_version
 from dora.data.record_content import EVALUATIONS_FILE, REPUBLISHED, STEPS_FILE, TRAJECTORIES_FILE, WITHDRAWN
 from dora.errors import InvalidValue
 from dora.system.line_file import whole_lines
@@ -45,6 +46,7 @@ class StepFacts:
     drafts: list[int] = field(default_factory=list)  # drafted and accepted tokens; empty: none, or unknown
     responses: int = 0
     tokens: int = 0
+    mismatches: list[Mismatch] = field(default_factory=list)  # as the trainer tells
     rewards: int = 0  # valid ones
     reward_sum: float = 0.0
     samples: dict[str, SampledResponse] = field(default_factory=dict)
@@ -93,6 +95,11 @@ class Learning:
         complete = [each for each in self.evaluations if not each["missing"] and each["reward_mean"] is not None]
         return max(complete, key=lambda each: each["reward_mean"], default=None)
 
+    @property
+    def mismatches(self) -> list[Mismatch]:
+        """One of each version that a trainer has measured, the newest first."""
+        return by_version(found for each in self.steps for found in each.mismatches)
+
     def quarter(self, last: bool) -> float | None:
         """The mean reward of the first or last quarter of the steps."""
         count = max(1, len(self.steps) // 4)
@@ -118,6 +125,7 @@ def learning_of(record: Path) -> Learning:
                 staleness_groups=[int(count) for count in tree.get("staleness_groups", ())],
                 groups_replayed=len(tree.get("replayed", ())),
                 drafts=[int(count) for count in tree.get("drafts", ())],
+                mismatches=[Mismatch(**each) for each in tree.get("mismatches", ())],
             )
     ordered = [steps[number] for number in sorted(steps)]
     for before, after in itertools.pairwise(ordered):

@@ -2,9 +2,12 @@
 
 import html
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean as mean
 from typing import Any, Final
 
+from dora.data.mismatch import RATIO_HIGH, RATIO_LOW
 from dora.errors import InvalidValue
 from dora.ops.view import curves
 from dora.ops.view.learning import Learning, SampledResponse, StepFacts
@@ -22,7 +25,7 @@ Text = Callable[[Sequence[int]], str]  # token ids as text
 
 def facts(run: Learning, hourly: float) -> dict[str, Any]:
     """Returns the figures of ``dora report --json``. ``hourly`` is the price of an hour, 0 if unknown."""
-    hours = run.seconds / 3600
+    hours, same = run.seconds / 3600, [each for each in run.mismatches if not each.staleness]
     cost = round(hourly * hours, 4) if hourly else None
     return {
         "steps": len(run.steps),
@@ -42,6 +45,9 @@ def facts(run: Learning, hourly: float) -> dict[str, Any]:
         "cost_per_million_tokens": round(cost / run.tokens * 1e6, 4) if cost and run.tokens else None,
         "by_step": [_step(each) for each in run.steps],
         "evaluations": run.evaluations,
+        "mismatch_kl": mean([each.kl for each in same]) if same else None,
+        "ratio_outside": mean([each.ratio_outside for each in same]) if same else None,
+        "mismatches": [asdict(each) for each in run.mismatches],
     }
 
 
@@ -91,6 +97,11 @@ def _summary(found: dict[str, Any]) -> str:
         "mean reward, first quarter of the steps": _number(found["reward_first"]),
         "mean reward, last quarter": _number(found["reward_last"]),
     }
+    if found["mismatch_kl"] is not None:
+        outside = f"{found['ratio_outside']:.1%} of ratios outside {RATIO_LOW} to {RATIO_HIGH}"
+        shown["mismatch of engines and trainer, mean over versions"] = (
+            f"KL {_number(found['mismatch_kl'])} nats a token, {outside}"
+        )
     if found["groups_replayed"]:
         shown["groups trained on once more"] = f"{found['groups_replayed']:,}"
     if found["tokens_drafted"]:
@@ -125,6 +136,8 @@ def _plots(run: Learning) -> list[str]:
         (float(each.step), [*map(float, each.staleness_groups), *[0.0] * (oldest - len(each.staleness_groups))])
         for each in run.steps
     ]
+    apart = [(float(each.version), each.kl) for each in reversed(run.mismatches) if not each.staleness]
+    mismatch = ["<h2>Mismatch, nats a token</h2>", curves.lines([("KL", apart)], "version")] if apart else []
     return [
         "<h2>Reward</h2>",
         curves.lines([*series, ("evaluation", evaluated)] if evaluated else series, "step"),
@@ -132,6 +145,7 @@ def _plots(run: Learning) -> list[str]:
         curves.bars(["waiting for groups", "training, commit"], times, "step"),
         "<h2>Groups by staleness</h2>",
         curves.bars([f"staleness {age}" for age in range(oldest)], ages, "step"),
+        *mismatch,
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from dora.data.counters import COUNTERS
+from dora.data.mismatch import RATIO_HIGH, RATIO_LOW
 from dora.data.step_parts import named
 from dora.ops.view.conversation import escaped
 from dora.ops.view.evaluation import evaluated_line, evaluation_line
@@ -22,6 +23,7 @@ from dora.rpc.dora_pb2 import (
     CheckpointReply,
     KvTierStatus,
     LogLine,
+    Mismatch,
     Status,
     StepMetrics,
     TrajectoryStatus,
@@ -157,6 +159,7 @@ TRAJECTORY_COLUMNS: Final[Sequence[Column[TrajectoryStatus]]] = (
     Column("moves", "handoffs so far", lambda row: f"{row.moves:,}", rank=3),
     Column("prompt", "the prompt's id", lambda row: row.prompt_id, words=True, rank=4),
 )
+MISMATCHES_SHOWN: Final = 2  # versions, the latest
 EVALUATED_SHOWN: Final = 3  # ended evaluations, the latest
 PARTS_SHOWN: Final = 4  # of a step's time, the longest
 WARNINGS_SHOWN: Final = 3  # the latest
@@ -199,6 +202,8 @@ def status_table(status: Status, everything: bool = False) -> Facts:
         table.add_row("evaluation", evaluation_line(evaluation, oldest))
     for evaluated in status.evaluated[-EVALUATED_SHOWN:]:
         table.add_row("evaluated", evaluated_line(evaluated))
+    for found in status.mismatches[:MISMATCHES_SHOWN]:
+        table.add_row("mismatch", mismatch_line(found))
     if status.prompts_failed:
         table.add_row("prompts", Text(f"failed: {status.prompts_failed}", "bold red"))
     table.add_row("prompts queued", f"{status.prompts_queued:,}")
@@ -211,6 +216,15 @@ def status_table(status: Status, everything: bool = False) -> Facts:
             table.add_row(name, value)
     _add_counters(table, status, everything)
     return table
+
+
+def mismatch_line(found: Mismatch) -> str:
+    """Says how far a version's engines are from the trainer's policy."""
+    moved = f", with what {found.staleness} steps have changed since" if found.staleness else ""
+    return (
+        f"v{found.version} in {found.precision or 'full precision'}: KL {found.kl:.2g} nats a token, "
+        f"{found.ratio_outside:.1%} of ratios outside {RATIO_LOW} to {RATIO_HIGH}{moved}"
+    )
 
 
 def drain_rows(status: Status) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from dora.core.rules.precision import is_full
 from dora.data.counters import COUNTERS
 from dora.data.step_parts import PARTS
 from dora.metrics.declaration import DeclaredMetric
@@ -134,6 +135,21 @@ TRAINER: Final = (
         "The metrics that the trainer sent with its last commit, off-policy signals among them, by name.",
         lambda seen: seen.signals(),
         ("name",),
+    ),
+    Metric(
+        "dora_mismatch_kl",
+        "KL divergence of the engines' policy from the trainer's, of the last version that it measured, nats a token.",
+        lambda seen: seen.mismatch("kl"),
+    ),
+    Metric(
+        "dora_mismatch_ratio_outside",
+        "Share of importance ratios outside 0.8 to 1.25, of the same version.",
+        lambda seen: seen.mismatch("ratio_outside"),
+    ),
+    Metric(
+        "dora_full_precision",
+        "1 if the newest version has fallen back from `workers.quantisation` or `workers.kv_dtype`.",
+        lambda seen: is_full(seen.state, seen.window.newest),
     ),
     Metric(
         "dora_workers_to_add",

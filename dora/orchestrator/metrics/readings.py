@@ -13,6 +13,7 @@ from dora.config import Config
 from dora.core.fleet.worker import Worker
 from dora.core.handoff.table import REASONS
 from dora.core.state import State
+from dora.data.mismatch import mismatches
 from dora.metrics.declaration import Labelled
 from dora.orchestrator.metrics.requests import ages, requests_by_state
 from dora.orchestrator.recording.storage import PERSISTED, RECORD, RUN_FOLDER, STATE
@@ -64,6 +65,12 @@ class ServiceReadings:
     def signals(self) -> Labelled:
         found = {} if self._last_step is None else self._last_step.metrics
         return {(name,): value for name, value in found.items()}
+
+    def mismatch(self, name: str) -> float | None:
+        """Returns a field of the last step's mismatch, of its lowest staleness, or None if its trainer told none."""
+        step = self._last_step
+        found = mismatches(step.step, step.metrics) if step is not None else ()
+        return getattr(found[0], name) if found else None
 
     def worker_states(self) -> Labelled:
         found = Counter(map(status.worker_state, self.workers))

@@ -29,6 +29,7 @@ FIXED: Final = (
     "workers.batch_invariant",
     "workers.dtype",
     "workers.engine_args",
+    "workers.kv_dtype",
     "workers.quantisation",
     "workers.router_replay",
 )

@@ -268,9 +268,17 @@ class MemberSessions:
         self.keep_reason(worker_id, DRAINED)
         if self.processes is not None:
             self.processes.release(worker_id)
+        self._shut_down(worker_id, epoch, pb.Shutdown())
+
+    def restart(self, worker_id: str, epoch: int, *, full_precision: bool) -> None:
+        """Lets an empty worker start again with an engine of another precision."""
+        self.keep_reason(worker_id, DRAINED)
+        self._shut_down(worker_id, epoch, pb.Shutdown(starts_again=True, full_precision=full_precision))
+
+    def _shut_down(self, worker_id: str, epoch: int, order: pb.Shutdown) -> None:
         session = self.of_epoch(worker_id, epoch)
         if session is not None:
-            session.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
+            session.send(pb.WorkerCommand(shutdown=order))
             session.finish()
 
 

@@ -1,6 +1,7 @@
 """The stored weights of versions: deleted once no step and no evaluation can need them."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from dora.orchestrator.recording.storage import PERSISTED, RUN_FOLDER, Storage
 from dora.orchestrator.rollout.core import Core, Handlers
 from dora.orchestrator.rollout.journal import Journal
 from dora.orchestrator.rollout.orders import HostVersions
+from dora.system.log_lines import about
 from dora.weights.store import WeightStore
+
+log = logging.getLogger("dora.service")
 
 
 @dataclass(eq=False, repr=False)
@@ -31,7 +35,15 @@ class Versions:
         self.handlers: Handlers = {
             do.PinVersion: lambda command: self._forget(command.version),  # evaluations do not outlive the service
             do.RetireVersion: self._retire,
+            do.FallBack: self._fall_back,
         }
+
+    def _fall_back(self, command: do.FallBack) -> None:
+        said = "version %d: mismatch = %.3g nats a token is above workers.mismatch_max; version %d and later ones are "
+        which = about(version=command.measured)
+        log.warning(
+            said + "sampled in full precision", command.measured, command.mismatch, command.version, extra=which
+        )
 
     def _forget(self, version: int) -> None:
         self._journal.note(records.Retired(version, version == self._rollout.reference_version))

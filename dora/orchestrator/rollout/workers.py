@@ -36,6 +36,7 @@ class Workers:
             **dict.fromkeys(SENT, self._send),
             do.EvictWorker: self._evict,
             do.StopWorker: lambda command: self._sessions.release(command.worker_id, command.epoch),
+            do.RestartWorker: self._restart,
             do.ReleaseSnapshot: lambda command: None,  # it lies at its target, which was told to import it or drop it
         }
 
@@ -83,3 +84,9 @@ class Workers:
         session = self._sessions.of_epoch(command.worker_id, command.epoch)
         if session is not None:
             self._sessions.replace(session, command.reason)
+
+    def _restart(self, command: do.RestartWorker) -> None:
+        which = about(worker=command.worker_id)
+        precision = "full" if command.full_precision else "the configured"
+        log.info("%s starts its engine again in %s precision", command.worker_id, precision, extra=which)
+        self._sessions.restart(command.worker_id, command.epoch, full_precision=command.full_precision)

@@ -9,7 +9,9 @@ import numpy as np
 
 from dora.config import Config
 from dora.core.fleet.worker import Worker
+from dora.core.rules.precision import is_full
 from dora.core.state import GroupStatus, RequestStatus, State
+from dora.data.mismatch import by_version, mismatches
 from dora.data.score import Evaluated
 from dora.host.command import pool_id_of
 from dora.orchestrator.hosts.hosts import Hosts
@@ -25,6 +27,7 @@ from dora.rpc import dora_pb2 as pb
 from dora.system.awake import awake_s
 from dora.system.log_lines import LastWarnings
 
+MISMATCHES_SHOWN: Final = 8
 MOVES_TOLD: Final = 1024  # in one status, the latest
 _STEP: Final = tuple(each.name for each in fields(StepRecord))  # same names on the wire
 
@@ -120,6 +123,7 @@ class ServiceStatus:
             step_s=step_s,
             agents_wait_s=agents_wait_s,
             fleet_advice=self.fleet_advice(),
+            mismatches=self._mismatches(),
         )
 
     def workers_to_add(self) -> int | None:
@@ -127,6 +131,14 @@ class ServiceStatus:
         if (wait := self._trainers.window_wait()) is not None and wait.waits_for == "agents":
             return 0
         return self._telemetry.groups_to_add(sum(not w.draining for w in self._core.state.workers.values()))
+
+    def _mismatches(self) -> list[pb.Mismatch]:
+        state, workers = self._core.state, self._config.workers
+        latest = by_version(each for step in self._telemetry.steps for each in mismatches(step.step, step.metrics))
+        return [
+            pb.Mismatch(**asdict(each), precision="" if is_full(state, each.version) else workers.numerics.precision)
+            for each in latest[:MISMATCHES_SHOWN]
+        ]
 
     def _adaptive_window(self) -> pb.AdaptiveWindow | None:
         adaptive, window = self._core.state.adaptive, self._config.window

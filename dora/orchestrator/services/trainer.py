@@ -16,6 +16,7 @@ from dora.config import Config
 from dora.core import events as on
 from dora.core.rules import learning
 from dora.core.rules.lifecycle import check_epoch
+from dora.data.mismatch import SAME_WEIGHTS, mismatches, to_json
 from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import records
@@ -49,7 +50,7 @@ GROUP_ID_MAX: Final = 128  # characters
 REPLAYED: Final = "groups_replayed"  # the metric that counts a commit's replayed groups
 CLIENT_NAME_MAX: Final = 128  # characters
 # The metrics of a commit that the adaptive window uses, with the largest value of each.
-WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movement": math.inf}
+WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movement": math.inf, SAME_WEIGHTS: math.inf}
 
 Reply = TypeVar("Reply")
 
@@ -227,9 +228,10 @@ class TrainerService(stubs.TrainerServicer):
             ages = staleness_groups(leased)
             replayed = checked_replays(request.replayed_groups, groups, machine.state.window.groups_per_step)
             metrics |= {REPLAYED: float(len(replayed))} if replayed else {}
+            told = to_json(mismatches(request.step, metrics))
             step = CommittedStep(
                 request.step, request.version, groups, time.time(), ages, waited_s,
-                replayed=replayed, drafts=self._telemetry.drafts_of_step(),
+                replayed=replayed, drafts=self._telemetry.drafts_of_step(), mismatches=told,
             )  # fmt: skip
             await self._publishing.record(request, folder, digest, step)
             try:

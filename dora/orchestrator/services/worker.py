@@ -41,7 +41,7 @@ KINDS: Final = {WorkerSession: "report, outcome or copy_began", PoolSession: "po
 
 @dataclass(eq=False, repr=False)
 class WorkerService(stubs.WorkerServicer):
-    """Connects workers and pools. A new worker's engine must have the fingerprint of the connected ones."""
+    """Connects workers and pools. A new worker's engine must have the fingerprint of those of its precision."""
 
     _config: Config
     _core: Core
@@ -117,6 +117,7 @@ class WorkerService(stubs.WorkerServicer):
                 session.host,
                 session.hosted,
                 dict(session.held),
+                capability.full_precision,
             )
         token_bytes = self._sessions.kv_token_bytes()
         capacity_bytes = session.capability.memory_bytes + session.capability.spill_bytes
@@ -170,7 +171,9 @@ class WorkerService(stubs.WorkerServicer):
         capability = checked_hello(hello, self._config, self._store.reference.vocab_size)
         workers = self._sessions.workers
         self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MAX)
-        if any(other.capability.fingerprint != capability.fingerprint for other in workers.values()):
+        alike = (each.capability for each in workers.values())
+        alike = (each for each in alike if each.full_precision == capability.full_precision)
+        if any(each.fingerprint != capability.fingerprint for each in alike):
             # the fingerprint itself is not disclosed
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"
             raise Conflict("fingerprint", "(not shown)", allowed, why="is another")

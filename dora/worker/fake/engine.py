@@ -41,7 +41,8 @@ class FakeEngine(BaseEngine[FakeRequest]):
     ``mean_tokens`` is the mean length of responses, which is geometric. ``model`` is a Hugging Face folder that defines
     the tensors of every version and the vocabulary; without it any weights fit, with a vocabulary of ``vocab_size``.
     The second layer reads the last ``window_tokens`` tokens, all for 0, or keeps a state for ``STATE``. With
-    ``router_replay`` tokens carry routed experts, shaped by the model's config or ``ROUTING``.
+    ``router_replay`` tokens carry routed experts, shaped by the model's config or ``ROUTING``. With ``full_precision``
+    it exchanges KV with others in full precision only, as a real engine does.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
         model: Path | None = None,
         window_tokens: int = 0,
         router_replay: bool = False,
+        full_precision: bool = False,
     ) -> None:
         """Raises InvalidValue for a KV-cache that is too small, or ``router_replay`` with a model without experts."""
         if kv_tokens < max_model_len_tokens:
@@ -67,7 +69,14 @@ class FakeEngine(BaseEngine[FakeRequest]):
         routed = None
         if router_replay:
             routed = ROUTING if model is None else routing(model)
-        identity = ("fake", vocab_size, seed, window_tokens, *([routed] if routed else []))
+        identity = (
+            "fake",
+            vocab_size,
+            seed,
+            window_tokens,
+            *([routed] if routed else []),
+            *(["full"] if full_precision else []),
+        )
         fingerprint = blake3(repr(identity).encode()).hexdigest(32)
         capability = EngineCapability(
             fingerprint=fingerprint,
@@ -77,6 +86,7 @@ class FakeEngine(BaseEngine[FakeRequest]):
             max_model_len_tokens=max_model_len_tokens,
             vocab_size=vocab_size,
             dtype="float32",
+            full_precision=full_precision,
         )
         layout = KvLayout(
             fingerprint=fingerprint,

@@ -89,6 +89,8 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
     has_state = any(getattr(each, kind, False) for each in _architectures(model) for kind in kinds)
     try:
         vllm_config = arguments(model, settings, device, has_state=has_state).create_engine_config()
+        if settings.kv_dtype and device.kind == "cpu" and vllm_config.model_config.use_mla:
+            raise InvalidValue("workers.kv_dtype", settings.kv_dtype, "empty: latent attention on CPUs has no other")
         with _meeting_place():
             core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
     except torch.OutOfMemoryError as error:
@@ -98,6 +100,9 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
         if settings.batch_invariant and names_batch_invariance(error):
             allowed = f"false: vLLM has this mode in no kernel for this model, dtype and block size ({error})"
             raise InvalidValue("workers.batch_invariant", True, allowed) from error
+        if settings.kv_dtype and re.search(r"kv.cache", str(error), re.IGNORECASE):
+            allowed = f"empty, or one that vLLM has for this model on this device ({error})"
+            raise InvalidValue("workers.kv_dtype", settings.kv_dtype, allowed) from error
         if not isinstance(error, ValueError):
             raise
         raise InvalidValue("engine settings", settings, f"what vLLM takes ({error})") from error
@@ -150,6 +155,7 @@ def arguments(model: Path, settings: EngineSettings, device: Device, *, has_stat
             kv_role="kv_consumer",
         ),
         hf_overrides=_overrides(settings),
+        kv_cache_dtype=settings.kv_dtype or "auto",
         weight_transfer_config=WeightTransferConfig(backend=mapped_weights.BACKEND),
         disable_log_stats=True,
         **{**device.arguments(settings), **settings.engine_args},
@@ -242,6 +248,8 @@ def layout_of(core: EngineCore, ranks: EngineRanks, reference: Reference, settin
     }
     if settings.quantisation:
         identity["quantisation"] = settings.quantisation
+    if settings.kv_dtype:
+        identity["kv_dtype"] = settings.kv_dtype
     if settings.batch_invariant:
         identity["batch_invariant"] = True
     if chosen := identifying(settings.engine_args):

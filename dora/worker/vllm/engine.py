@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from dora.data.engine_args import quantisation_of
 from dora.data.remembered import Remembered
 from dora.data.types import (
     Canary,
@@ -22,7 +21,6 @@ from dora.data.types import (
     TokenDelta,
 )
 from dora.engine_patches.patch import PatchFailed
-from dora.errors import InvalidValue
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("dora.worker")
 
 NOISE_SCORES: Final = 3  # of the same weights, before the reload proof
-QUANTISATIONS: Final = ("", "int8")
 
 
 class VllmEngine(BaseEngine[EngineRequest]):
@@ -75,9 +72,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         """
         self._device = device_named(device) if isinstance(device, str) else device
         settings = replace(settings, dtype=settings.dtype or self._device.default_dtype)
-        bound = bound_of(settings.dtype, quantisation_of(settings.quantisation, settings.engine_args))
-        if settings.quantisation not in QUANTISATIONS:
-            raise InvalidValue("quantisation", settings.quantisation, "int8, or empty: none")
+        bound = bound_of(settings.numerics)
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
         vllm_environment.prepare(self._device.environment, batch_invariant=settings.batch_invariant)
@@ -112,6 +107,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
             dtype=settings.dtype,
             tensor_parallel=settings.tensor_parallel,
             pipeline_parallel=settings.pipeline_parallel,
+            full_precision=settings.full_precision,
         )
         super().__init__(capability, layout, bound)
         self._drafter: Drafter | None = None

@@ -92,6 +92,7 @@ class UnreliableWorld(UnsteadyWorld):
             )
         else:
             again = SimWorker(worker.worker_id, self._epochs, engine, version=worker.version)
+            again.full_precision = worker.full_precision
         self._processes[again.epoch] = Process(-1, before.publication, before.ended)
         for request_id, request in list(engine.requests.items()):
             engine.thaw(request_id)
@@ -120,7 +121,7 @@ class UnreliableWorld(UnsteadyWorld):
             and self._continues(known[name], engine.requests.get(name), tokens)
         }
         joined = on.WorkerJoined(worker.worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, host, version)
-        return replace(joined, requests=claimed)
+        return replace(joined, requests=claimed, full_precision=worker.full_precision)
 
     def _continues(self, response: SimResponse, request: SimRequest | None, tokens: int) -> bool:
         if not response.prompt.sessions or request is None:

@@ -24,7 +24,9 @@ def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by `--record DIR`.")],
     atol: Annotated[
         float | None,
-        typer.Option(help="Tolerance of a logprob; default: 0.001 in float32, 0.2 in bfloat16, 0.1 in int8."),
+        typer.Option(
+            help="Tolerance of a logprob; default: 0.001 in float32, 0.2 in bfloat16, 0.1 in int8, 0.5 in fp8."
+        ),
     ] = None,
     sample: Annotated[
         int | None,

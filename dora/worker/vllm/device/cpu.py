@@ -58,6 +58,15 @@ class Cpu:
         if settings.batch_invariant:
             allowed = "false: vLLM has this mode on GPUs; on CPUs logits do not depend on neighbours with one thread"
             raise InvalidValue("workers.batch_invariant", True, allowed)
+        if settings.quantisation == "fp8":
+            allowed = "empty or int8: fp8 needs a GPU of compute capability 8.9 or above"
+            raise InvalidValue("workers.quantisation", "fp8", allowed)
+        if settings.kv_dtype:
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+            known = [each for each in CPUAttentionBackend.supported_kv_cache_dtypes if each != "auto"]
+            if settings.kv_dtype not in known:
+                raise InvalidValue("workers.kv_dtype", settings.kv_dtype, f"empty, {', '.join(known)} on CPUs")
         chosen = settings.engine_args.get("attention_backend", latent_backend(settings.dtype))
         log.info("CPU: %s; latent attention by %s", ", ".join(features()) or "no vector instructions", chosen)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 LANDING_SHIFT: Final = 7  # KV that arrives straight from a GPU may take a 128th of this one's memory
+# Compute capabilities of tensor cores for int8 and fp8, where vLLM 0.32 has kernels for weights and activations.
+QUANTISED_FROM: Final = {"int8": 75, "fp8": 89}
 INVARIANT_FROM: Final = 80  # compute capability 8.0: vLLM 0.32, docs/features/batch_invariance.md
 
 
@@ -52,8 +54,13 @@ class Cuda:
             allowed = "1, until `dora doctor --device cuda --stage ranks` has proven engines of several GPUs here"
             name = "tensor_parallel" if settings.tensor_parallel > 1 else "pipeline_parallel"
             raise InvalidValue(f"workers.{name}", getattr(settings, name), allowed)
-        if settings.quantisation:
-            raise InvalidValue("workers.quantisation", settings.quantisation, "empty: it is not proven on GPUs")
+        for name in ("quantisation", "kv_dtype"):
+            value = getattr(settings, name)
+            least = QUANTISED_FROM.get(value.split("_")[0], 0)
+            if least and not current_platform.has_device_capability(least):
+                found = current_platform.get_device_capability()
+                allowed = f"empty: it needs compute capability {least / 10}, and this GPU has {found}"
+                raise InvalidValue(f"workers.{name}", value, allowed)
         if settings.batch_invariant and not current_platform.has_device_capability(INVARIANT_FROM):
             found = current_platform.get_device_capability()
             allowed = f"false: vLLM's mode needs compute capability {INVARIANT_FROM / 10}, and this GPU has {found}"

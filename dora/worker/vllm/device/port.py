@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from dora.data.types import EngineNumerics
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.worker.reservation import KvStore
@@ -26,10 +27,11 @@ class EngineSettings:
 
     If ``kv_tokens`` is 0, the device's free memory decides. If ``block_tokens`` is 0, the attention backend does.
     ``dtype`` is float32, bfloat16, or empty for the device's. Weights, activations and KV share ``memory_share`` of a
-    GPU's memory. ``quantisation`` is int8, or empty for none. ``batch_invariant`` is vLLM's mode in which a request's
-    logits do not depend on its neighbours. ``state_bytes`` of host memory keep states to which sessions may return.
-    ``speculation`` is history, ngram, or empty for none; its history takes ``history_bytes``. ``engine_args`` are a
-    user's own of vLLM's (``dora.data.engine_args``).
+    GPU's memory. ``quantisation`` is int8, fp8, or empty for none; ``kv_dtype`` is one of vLLM's, or empty for
+    ``dtype``. ``full_precision`` says that a service has taken both away. ``batch_invariant`` is vLLM's mode in which a
+    request's logits do not depend on its neighbours. ``state_bytes`` of host memory keep states to which sessions may
+    return. ``speculation`` is history, ngram, or empty for none; its history takes ``history_bytes``. ``engine_args``
+    are a user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
@@ -40,12 +42,18 @@ class EngineSettings:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     quantisation: str = ""
+    kv_dtype: str = ""
+    full_precision: bool = False
     memory_share: float = 0.9
     batch_invariant: bool = False
     state_bytes: int = 1 << 30
     speculation: str = ""
     history_bytes: int = 64 << 20
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def numerics(self) -> EngineNumerics:
+        return EngineNumerics(self.quantisation, self.dtype, self.batch_invariant, self.kv_dtype)
 
     @property
     def ranks(self) -> int:
