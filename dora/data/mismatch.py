@@ -34,10 +34,10 @@ def mismatches(step: int, metrics: Mapping[str, float]) -> list[Mismatch]:
     """Returns what the commit of ``step`` tells, the newest version first."""
     found = []
     for staleness in range(min(step, STALENESS_MAX) + 1):
-        values = [metrics.get(f"staleness_{staleness}/{name}", math.nan) for name in (KL, OUTSIDE)]
-        if all(0.0 <= value < math.inf for value in values):
-            tokens = metrics.get(f"staleness_{staleness}/{TOKENS}", 0.0)
-            found.append(Mismatch(step - staleness, staleness, *values, int(tokens) if 0 <= tokens < math.inf else 0))
+        kl, outside, tokens = (metrics.get(f"staleness_{staleness}/{name}", 0.0) for name in (KL, OUTSIDE, TOKENS))
+        is_told = f"staleness_{staleness}/{KL}" in metrics
+        if is_told and all(0.0 <= value < math.inf for value in (kl, outside, tokens)):
+            found.append(Mismatch(step - staleness, staleness, kl, outside, int(tokens)))
     return found
 
 

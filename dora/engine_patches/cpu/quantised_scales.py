@@ -1,11 +1,13 @@
-"""Keeps the scales of a quantised layer alive as long as its CPU kernel, which holds only their address.
+"""Keeps the scales of a quantised layer alive as long as its CPU kernel, and chooses a kernel that takes its dtype.
 
 After a reload vLLM copies the scales to their old address and frees the tensors with which the kernel was created. The
-kernel would then read freed memory: NaN, or wrong logprobs.
+kernel, which holds only their address, would then read freed memory: NaN, or wrong logprobs. On CPUs with AMX vLLM
+chooses a kernel that takes bfloat16 and float16 alone, for layers in float32 too.
 """
 
 from typing import Any, Final
 
+import torch
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
@@ -22,8 +24,18 @@ def _apply() -> None:
         process(self, layer)
         self.kept_scales = getattr(layer, self.layer_param_names[1])
 
+    choose = CPUInt8ScaledMMLinearKernel.process_weights_after_loading
+
+    def choosing(self: Any, layer: Any) -> None:
+        if layer.params_dtype != torch.float32:
+            choose(self, layer)
+            return
+        self.linear_method = self._apply_weights_onednn
+        self.process_weights_for_onednn(layer)
+
     keeping.keeps_scales = True  # type: ignore[attr-defined]
     CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = keeping
+    CPUInt8ScaledMMLinearKernel.process_weights_after_loading = choosing
 
 
 def _verify(runner: Any) -> None:
@@ -38,7 +50,7 @@ def _verify(runner: Any) -> None:
 PATCH = Patch(
     name=NAME,
     vllm_range=">=0.32,<0.33",
-    reason="on CPU the kernel of a quantised layer reads its scales where they lay when it was made",
+    reason="on CPU the kernel of a quantised layer reads its scales where they lay when it was made, and may not take float32",
     apply=_apply,
     verify=_verify,
     after_reload=nothing,
