@@ -38,9 +38,11 @@ def settings(quantisation: str) -> dict[str, Any] | None:
 
 
 def kind_of(config: Any) -> str:
-    """Returns the quantisation of an engine whose config.json has these ``settings``, or an empty text."""
-    found = getattr(config, "quantization_config", None)
-    return next((kind for kind in _TYPES if found == settings(kind)), "")
+    """Returns the quantisation of an engine whose ``config`` has these ``settings``, or an empty text. vLLM adds to
+    them.
+    """
+    found = getattr(config, "quantization_config", None) or {}
+    return next((kind for kind in _TYPES if (settings(kind) or {}).items() <= found.items()), "")
 
 
 def quantised(tensors: Iterable[tuple[str, torch.Tensor]], kind: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,10 +57,11 @@ def test_engines_in_another_mode_have_another_fingerprint(engine: VllmEngine) ->
             settings,
             replace(settings, batch_invariant=True),
             replace(settings, quantisation="int8"),
+            replace(settings, kv_dtype="fp8"),
             replace(settings, engine_args={"enforce_eager": True}),
         )
     ]
-    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 4
+    assert prints[0] == engine.layout.fingerprint and len(set(prints)) == 5
     named = replace(settings, engine_args={"seed": 3})
     same = vllm_core.layout_of(engine.core, engine._ranks, engine._reference, named).fingerprint
     assert same == prints[0], "it changes no KV"

@@ -194,7 +194,6 @@ def test_vllm_takes_the_engines_arguments_as_they_are_meant(model: Path) -> None
     ("chosen", "found"),
     [
         ({"enforce_eager": True}, lambda config: config.model_config.enforce_eager),
-        ({"kv_cache_dtype": "fp8"}, lambda config: config.cache_config.cache_dtype == "fp8"),
         ({"max_num_batched_tokens": 2048}, lambda config: config.scheduler_config.max_num_batched_tokens == 2048),
         ({"attention_backend": "TRITON_ATTN"}, lambda config: config.attention_config.backend.name == "TRITON_ATTN"),
         (
@@ -210,6 +209,22 @@ def test_an_argument_of_the_user_is_taken(tmp_path: Path, chosen: dict[str, Any]
     experts = make_tiny("moe", tmp_path / "moe", seed=1)
     split = 2 if "enable_expert_parallel" in chosen else 1
     assert found(config_of(experts, replace(SETTINGS, engine_args=chosen, tensor_parallel=split)))
+
+
+@pytest.mark.parametrize("quantisation", ["int8", "fp8"])
+def test_projections_in_low_precision_get_the_scheme_that_is_meant(model: Path, quantisation: str) -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    from dora.engine_patches.quantised import kind_of
+
+    config = config_of(model, replace(SETTINGS, quantisation=quantisation, kv_dtype="fp8"))
+    assert config.cache_config.cache_dtype == "fp8" and kind_of(config.model_config.hf_config) == quantisation
+    found = config.quant_config
+    assert isinstance(found, CompressedTensorsConfig)
+    (group,) = found.target_scheme_map.values()
+    parts = group["weights"], group["input_activations"]
+    assert found._is_fp8_w8a8(*parts) == (quantisation == "fp8")
+    assert found._is_dynamic_token_w8a8(*parts) == (quantisation == "int8")
 
 
 def test_an_argument_that_the_build_lacks_is_refused_with_the_one_that_was_meant(model: Path) -> None:

@@ -1,6 +1,5 @@
 """What is tried with an engine on a GPU, each in a process of its own (``test_engines``). All but one run on CPUs."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,9 @@ def step_that_does_not_wait_is_found(device: str, folder: Path) -> None:
         raise AssertionError("the stage found nothing")
 
 
-def engine_with(device: str, folder: Path, kind: str, engine_args: Mapping[str, Any]) -> None:
+def engine_with(device: str, folder: Path, kind: str, **settings: Any) -> None:
     """It loads, proves its reloads, samples, and moves a request exactly."""
-    engine = started(subject_of(device, folder, kind), engine_args=engine_args)
+    engine = started(subject_of(device, folder, kind), **settings)
     assert check_moves(engine, [replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)]) == 3
 
 

@@ -22,10 +22,13 @@ CASES: dict[str, Callable[[str, Path], None]] = {
     "does not wait": cases.step_that_does_not_wait_is_found,
     "parts": cases.parts_of_a_long_request_move,
     "no memory": cases.load_without_memory_is_a_conflict,
-    "moe": partial(cases.engine_with, kind="moe", engine_args={}),
+    "moe": partial(cases.engine_with, kind="moe"),
     "eager": partial(cases.engine_with, kind="dense", engine_args={"enforce_eager": True}),
     "chunks": partial(cases.engine_with, kind="dense", engine_args={"max_num_batched_tokens": 64}),
-    "fp8 KV": partial(cases.engine_with, kind="dense", engine_args={"kv_cache_dtype": "fp8"}),
+    "fp8 KV": partial(cases.engine_with, kind="dense", kv_dtype="fp8"),
+    "int8": partial(cases.engine_with, kind="dense", quantisation="int8"),
+    "fp8": partial(cases.engine_with, kind="dense", quantisation="fp8"),
+    "fp8, KV in fp8": partial(cases.engine_with, kind="dense", quantisation="fp8", kv_dtype="fp8"),
     "Triton": partial(cases.engine_with, kind="dense", engine_args={"attention_backend": "TRITON_ATTN"}),
 }
 

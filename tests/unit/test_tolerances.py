@@ -19,23 +19,32 @@ from dora.ops.verify.tolerances import (
     BFLOAT16_WEIGHTS,
     BY_DEVICE,
     FLOAT32,
+    FP8_ENGINES,
     INT8_ENGINES,
     INVARIANT,
+    KV_ENGINES,
     Tolerance,
     exactness_of,
     numerics_of,
     tolerance_of,
 )
-from dora.weights.canary_bounds import CANARY_BOUNDS, QUANTISED_BOUND
+from dora.weights.canary_bounds import CANARY_BOUNDS, KV_BOUND, QUANTISED_BOUNDS
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
 from tests.snippets import ROOT
 
 HALF = EngineNumerics(dtype="bfloat16")
-EVERY = [EngineNumerics(*each) for each in product(("", "int8"), ("float32", "bfloat16"), (False, True))]
+EVERY = [
+    EngineNumerics(*each)
+    for each in product(("", "int8", "fp8"), ("float32", "bfloat16"), (False, True), ("", "fp8"))
+]
 
 
 def expected(weights: torch.dtype, engines: EngineNumerics) -> Tolerance:
+    if engines.kv_dtype:
+        return KV_ENGINES
+    if engines.quantisation == "fp8":
+        return FP8_ENGINES
     if weights != torch.float32:
         return BFLOAT16_WEIGHTS
     if engines.dtype == "bfloat16":
@@ -67,7 +76,7 @@ def test_records_of_older_services_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("quantisation", "fp8"), ("dtype", "float8"), ("batch_invariant", "yes"), ("dtype", None)]
+    ("field", "value"), [("quantisation", "fp4"), ("kv_dtype", 8), ("dtype", "float8"), ("batch_invariant", "yes"), ("dtype", None)]
 )
 def test_records_of_newer_services_are_refused_by_field(field: str, value: object, tmp_path: Path) -> None:
     (tmp_path / ROLLOUT_FILE).write_text(json.dumps({**asdict(HALF), field: value}))
@@ -110,8 +119,10 @@ def test_the_documents_table_has_every_tolerance() -> None:
     text = (ROOT / "docs" / "gpus.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     named = {row[0].split(",")[0]: " ".join(row[1:]) for row in rows}
-    canary = {**CANARY_BOUNDS, "int8 projections": QUANTISED_BOUND}
+    low = {f"{kind} projections": bound for kind, bound in QUANTISED_BOUNDS.items()}
+    canary = {**CANARY_BOUNDS, **low, "KV in low precision": KV_BOUND}
     recorded = {"float32": FLOAT32, "bfloat16": BFLOAT16_ENGINES, "int8 projections": INT8_ENGINES}
+    recorded |= {"fp8 projections": FP8_ENGINES, "KV in low precision": KV_ENGINES}
     for row, tolerance in recorded.items():
         words = named[row].replace(";", " ").split()
         assert f"{tolerance.atol:g}" in words and f"{canary[row].most:g}" in words, row

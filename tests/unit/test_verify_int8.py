@@ -17,10 +17,11 @@ from dora.data.run_record import CommittedStep, Recorder
 from dora.data.trajectory import Trajectory
 from dora.data.types import EngineNumerics, Segment
 from dora.errors import InvalidValue
-from dora.models.quantisation import int8_of, is_quantised, quantise
+from dora.models.quantisation import fp8_of, int8_of, is_quantised, quantise
 from dora.models.tiny import make_tiny
 from dora.ops.cli.app import app
 from dora.ops.verify import verify
+from dora.ops.verify.recompute import load_model
 from dora.ops.verify.tolerances import numerics_of
 from dora.orchestrator.setup import recorder_of
 from dora.weights.store import WeightStore
@@ -102,7 +103,7 @@ def test_each_version_is_compared_with_itself(
     assert verify(folder).logprob_mismatches == len(trajectories), "of the other version"
 
 
-@pytest.mark.parametrize("text", ['{"quantisation": "fp8"}', '{"quantisation": 8}', "{}", "[]", "{", "\xff"])
+@pytest.mark.parametrize("text", ['{"quantisation": "fp4"}', '{"quantisation": 8}', "{}", "[]", "{", "\xff"])
 def test_what_is_not_known_is_refused(
     text: str, tmp_path: Path, models: list[Path], trajectories: list[Trajectory]
 ) -> None:
@@ -137,3 +138,15 @@ def test_a_row_of_nothing_stays_nothing() -> None:
     values, scales = int8_of(torch.tensor([[0.0, 0.0], [1.0, -127.0], [0.4, 2.0]]))
     assert values.tolist() == [[0, 0], [1, -127], [25, 127]]
     assert torch.isfinite(scales).all()
+    values, scales = fp8_of(torch.tensor([[0.0, 0.0], [1.0, -448.0], [0.4, 2.0]]))
+    assert values.float().tolist() == [[0, 0], [1, -448], [88, 448]] and torch.isfinite(scales).all()
+
+
+def test_fp8_keeps_less_of_a_model_than_int8_and_is_verified_within_its_own_tolerance(models: list[Path]) -> None:
+    token_ids = torch.arange(48)[None] % 60
+    logprobs = {
+        kind: torch.log_softmax(load_model(models[0], kind)(input_ids=token_ids).logits.detach(), -1)
+        for kind in ("", "int8", "fp8")
+    }
+    apart = {kind: float((logprobs[kind] - logprobs[""]).abs().max()) for kind in ("int8", "fp8")}
+    assert 0 < apart["int8"] < apart["fp8"] < 2.0

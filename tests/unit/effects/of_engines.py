@@ -241,6 +241,8 @@ ROWS: Final[dict[str, Row]] = {
     "workers.quantisation": Seen("int8", argument("--quantisation"), "int8"),
     "workers.speculation": Seen("history", argument("--speculation"), "history"),
     "workers.history_mb": Seen(7, argument("--history-mb"), "7", {"workers.speculation": "history"}),
+    "workers.kv_dtype": Seen("fp8", argument("--kv-dtype"), "fp8"),
+    "workers.mismatch_max": Shown("tests/unit/test_precision.py::test_otherwise_precision_stays"),
     "workers.tensor_parallel": Seen(2, argument("--tensor-parallel"), "2"),
     "workers.pipeline_parallel": Seen(2, argument("--pipeline-parallel"), "2"),
     "workers.router_replay": Seen(True, routed, True, FAKE | {"rollout.max_tokens": 5}),
@@ -280,6 +282,7 @@ VLLM: Final[dict[str, Seen]] = {
     "workers.max_model_len_tokens": Seen(300, vllm_argument("max_model_len"), 300),
     "workers.dtype": Seen("bfloat16", vllm_argument("dtype"), "bfloat16"),
     "workers.quantisation": Seen("int8", vllm_argument("hf_overrides")),
+    "workers.kv_dtype": Seen("fp8", vllm_argument("kv_cache_dtype"), "fp8"),
     "workers.tensor_parallel": Seen(2, vllm_argument("tensor_parallel_size"), 2),
     "workers.pipeline_parallel": Seen(2, vllm_argument("pipeline_parallel_size"), 2),
 }
