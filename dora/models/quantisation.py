@@ -2,8 +2,8 @@
 
 The scheme is W8A8 of compressed-tensors: weights have one scale per output channel, computed for each version;
 activations have one per token; both are symmetric, rounded to nearest, with the largest value at 127 (int8) or 448
-(fp8, which is E4M3). Experts, embeddings, heads, norms, routers, and the tensors that MLA splits are not quantised. Source:
-vllm/model_executor/layers/quantization/compressed_tensors, compressed_tensors_w8a8_int8.py, _fp8.py.
+(fp8, which is E4M3). Experts, embeddings, heads, norms, routers, and the tensors that MLA splits are not quantised.
+Source: vllm/model_executor/layers/quantization/compressed_tensors, compressed_tensors_w8a8_int8.py, _fp8.py.
 """
 
 import re

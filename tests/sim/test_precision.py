@@ -1,4 +1,4 @@
-"""A fallback to full precision among faults: every promise is kept, and a version has one precision (check_precision)."""
+"""A fallback to full precision among faults: every promise is kept, and a version has one precision."""
 
 from dataclasses import replace
 

@@ -62,7 +62,12 @@ def test_a_cpu_refuses_the_precision_that_it_lacks(field: str, value: str) -> No
 
 @pytest.mark.parametrize(
     ("field", "value", "least"),
-    [("quantisation", "int8", 75), ("quantisation", "fp8", 89), ("kv_dtype", "fp8_e4m3", 89), ("kv_dtype", "bfloat16", 0)],
+    [
+        ("quantisation", "int8", 75),
+        ("quantisation", "fp8", 89),
+        ("kv_dtype", "fp8_e4m3", 89),
+        ("kv_dtype", "bfloat16", 0),
+    ],
 )
 @pytest.mark.parametrize("capability", [Capability(7, 0), Capability(8, 0), Capability(8, 9), Capability(9, 0)])
 def test_a_gpu_needs_tensor_cores_for_it(

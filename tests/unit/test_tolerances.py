@@ -35,8 +35,7 @@ from tests.snippets import ROOT
 
 HALF = EngineNumerics(dtype="bfloat16")
 EVERY = [
-    EngineNumerics(*each)
-    for each in product(("", "int8", "fp8"), ("float32", "bfloat16"), (False, True), ("", "fp8"))
+    EngineNumerics(*each) for each in product(("", "int8", "fp8"), ("float32", "bfloat16"), (False, True), ("", "fp8"))
 ]
 
 
@@ -76,7 +75,8 @@ def test_records_of_older_services_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("quantisation", "fp4"), ("kv_dtype", 8), ("dtype", "float8"), ("batch_invariant", "yes"), ("dtype", None)]
+    ("field", "value"),
+    [("quantisation", "fp4"), ("kv_dtype", 8), ("dtype", "float8"), ("batch_invariant", "yes"), ("dtype", None)],
 )
 def test_records_of_newer_services_are_refused_by_field(field: str, value: object, tmp_path: Path) -> None:
     (tmp_path / ROLLOUT_FILE).write_text(json.dumps({**asdict(HALF), field: value}))

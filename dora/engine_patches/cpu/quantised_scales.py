@@ -50,7 +50,7 @@ def _verify(runner: Any) -> None:
 PATCH = Patch(
     name=NAME,
     vllm_range=">=0.32,<0.33",
-    reason="on CPU the kernel of a quantised layer reads its scales where they lay when it was made, and may not take float32",
+    reason="a quantised layer's CPU kernel reads its scales where they lay when it was made, and may not take float32",
     apply=_apply,
     verify=_verify,
     after_reload=nothing,
