@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from dora.data.mismatch import Mismatch, to_json
 from dora.data.record_content import CommittedStep
 from dora.data.score import Evaluated, Response, score_of_responses
 from dora.errors import InvalidValue
@@ -73,6 +74,23 @@ def test_the_page_contains_all_that_it_shows_and_executes_nothing(record: Path, 
     assert [len(line.attrib["points"].split()) for line in reward.findall(f"{name}polyline")] == [8, 3]
     assert len(times.findall(f"{name}rect")) == 7 * 2 and len(ages.findall(f"{name}rect")) == 8 * 2
     assert "step 0, best: reward 1" in text and "step 7, worst: reward 7" in text
+
+
+def test_the_mismatch_of_engines_and_trainer_is_shown_by_version(record: Path, tmp_path: Path) -> None:
+    steps = [json.loads(line) for line in (record / "steps.jsonl").read_text().splitlines()]
+    for line in steps:
+        if "step" in line:
+            number = line["step"]
+            told = [Mismatch(number, 0, 0.01 * number, 0.25, 9), Mismatch(max(0, number - 1), 1, 3.0, 1.0, 9)]
+            line["mismatches"] = to_json(told)
+    (record / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    found = facts(learning_of(record), hourly=0.0)
+    assert [(each["version"], each["kl"]) for each in found["mismatches"]] == [(n, 0.01 * n) for n in range(7, -1, -1)]
+    assert found["mismatch_kl"] == pytest.approx(0.035) and found["ratio_outside"] == 0.25
+    done = CliRunner().invoke(app, ["report", str(record), "--html", str(tmp_path / "out.html")])
+    assert done.exit_code == 0 and "mismatch_kl" in done.output
+    text = (tmp_path / "out.html").read_text()
+    assert "25.0% of ratios outside 0.8 to 1.25" in text and text.count("<svg") == 4
 
 
 def test_a_record_without_steps_has_a_page(tmp_path: Path) -> None:

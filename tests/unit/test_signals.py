@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dora.data.mismatch import Mismatch, by_version, mismatches
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.services.trainer import METRICS_MAX, checked_metrics
 from dora.trainers.grpo import main
@@ -48,6 +49,15 @@ def batch(
     return tokens, held & (flat > clip_above)
 
 
+def test_a_mismatch_that_is_no_number_or_of_an_unknown_version_is_left_out() -> None:
+    told = {"staleness_0/mismatch_kl": NAN, "staleness_1/mismatch_kl": 0.5, "staleness_1/ratio_outside": -1.0}
+    told |= {"staleness_2/mismatch_kl": 0.2, "staleness_5+/mismatch_kl": 1.0, "mismatch_kl": 1.0}
+    assert mismatches(9, told) == [Mismatch(7, 2, 0.2, 0.0, 0)]
+    assert mismatches(1, told) == [], "no version is below 0"
+    first, second = Mismatch(7, 0, 0.1, 0.0, 5), Mismatch(8, 1, 0.4, 0.0, 5)
+    assert by_version([*mismatches(9, told), first, second]) == [second, first], "of the lowest staleness"
+
+
 def test_the_signals_of_two_rows_by_hand() -> None:
     """Ratios 1, 1 and a masked 5 of staleness 0; 2 and 0.5 of staleness 1. Sampled at a logprob of -1."""
     tokens, clipped = batch([[1.0, 1.0, 5.0], [2.0, 0.5]], [1, 1, 0, 1, 1])
@@ -58,6 +68,11 @@ def test_the_signals_of_two_rows_by_hand() -> None:
     assert (fresh.ratio_max, step.ratio_max) == pytest.approx((1.0, 2.0))
     assert fresh.effective_sample == pytest.approx(1.0)
     assert stale.effective_sample == pytest.approx(2.5**2 / (2 * 4.25))
+    assert (fresh.mismatch_kl, stale.mismatch_kl, step.mismatch_kl) == pytest.approx((0.0, 0.25, 0.125))
+    assert (fresh.ratio_outside, stale.ratio_outside, step.ratio_outside) == (0.0, 1.0, 0.5)
+    (newest, older) = mismatches(7, numbers_by_staleness(sums))
+    assert newest == Mismatch(7, 0, 0.0, 0.0, 2)
+    assert (older.version, older.staleness, older.tokens) == (6, 1, 2) and older.kl == pytest.approx(0.25)
     assert step.effective_sample == pytest.approx(4.5**2 / (4 * 6.25))
     assert (fresh.logprob_gap, stale.logprob_gap) == pytest.approx((0.0, math.log(2)))
     assert (step.logprob_gap, step.logprob_gap_max) == pytest.approx((math.log(2) / 2, math.log(2)))

@@ -171,8 +171,9 @@ class WorkerService(stubs.WorkerServicer):
         capability = checked_hello(hello, self._config, self._store.reference.vocab_size)
         workers = self._sessions.workers
         self._check_name("worker_id", hello.worker_id, len(workers), WORKERS_MAX)
-        alike = (each.capability for each in workers.values())
-        alike = (each for each in alike if each.full_precision == capability.full_precision)
+        has_two, full = self._config.workers.numerics.is_low, capability.full_precision
+        alike = [each.capability for each in workers.values()]
+        alike = [each for each in alike if not has_two or each.full_precision == full]
         if any(each.fingerprint != capability.fingerprint for each in alike):
             # the fingerprint itself is not disclosed
             allowed = "that of the other workers: of the same model, engine, KV layout and dtype"
