@@ -218,10 +218,10 @@ class RestartWorker:
 
 @dataclass(frozen=True, slots=True)
 class FallBack:
-    """Sample ``version`` and later ones in full precision: the mismatch of version ``measured`` is too large."""
+    """Sample ``version`` and later ones in full precision: the mismatch that ``step`` has shown is too large."""
 
     version: int
-    measured: int
+    step: int
     mismatch: float  # nats a token
 
 

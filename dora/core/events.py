@@ -394,7 +394,7 @@ class StepCommitted:
     clip_fraction: float = -1.0  # of the trained tokens
     effective_sample: float = -1.0  # 0 to 1
     movement: float = -1.0  # of the policy in the step, nats a token
-    mismatch: float = -1.0  # of version ``step`` with the same weights (dora.data.mismatch), nats a token
+    mismatch: float = -1.0  # of the engines, a lower bound (dora.data.mismatch.least_kl), nats a token
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ RATIO_HIGH: Final = 1.25
 KL: Final = "mismatch_kl"  # names of the metrics, after ``staleness_0/``
 OUTSIDE: Final = "ratio_outside"
 TOKENS: Final = "tokens_trained"
-SAME_WEIGHTS: Final = f"staleness_0/{KL}"
+MOVEMENT: Final = "movement"  # of the policy in a step, nats a token
 STALENESS_MAX: Final = 16  # that is looked for
 
 
@@ -39,6 +39,19 @@ def mismatches(step: int, metrics: Mapping[str, float]) -> list[Mismatch]:
         if is_told and all(0.0 <= value < math.inf for value in (kl, outside, tokens)):
             found.append(Mismatch(step - staleness, staleness, kl, outside, int(tokens)))
     return found
+
+
+def least_kl(step: int, metrics: Mapping[str, float], movements: Mapping[int, float]) -> float:
+    """Returns a lower bound of the KL divergence that is due to the engines, or -1 if it is not known.
+
+    At staleness 0 it is the divergence itself. Tokens of an older version also show what training has changed since;
+    ``movements`` has that of each step. Roots of small divergences add up at most, as distances do.
+    """
+    found = mismatches(step, metrics)
+    if not found:
+        return -1.0
+    roots = [math.sqrt(max(0.0, movements.get(each, math.inf))) for each in range(found[0].version, step)]
+    return max(0.0, math.sqrt(found[0].kl) - sum(roots)) ** 2
 
 
 def by_version(found: Iterable[Mismatch]) -> list[Mismatch]:

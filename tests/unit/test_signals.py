@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dora.data.mismatch import Mismatch, by_version, mismatches
+from dora.data.mismatch import Mismatch, by_version, least_kl, mismatches
 from dora.errors import DoraError, InvalidValue
 from dora.orchestrator.services.trainer import METRICS_MAX, checked_metrics
 from dora.trainers.grpo import main
@@ -56,6 +56,15 @@ def test_a_mismatch_that_is_no_number_or_of_an_unknown_version_is_left_out() -> 
     assert mismatches(1, told) == [], "no version is below 0"
     first, second = Mismatch(7, 0, 0.1, 0.0, 5), Mismatch(8, 1, 0.4, 0.0, 5)
     assert by_version([*mismatches(9, told), first, second]) == [second, first], "of the lowest staleness"
+
+
+def test_what_training_has_changed_is_not_taken_for_the_engines_fault() -> None:
+    told = {"staleness_2/mismatch_kl": 0.16, "staleness_3/mismatch_kl": 9.0}
+    assert least_kl(9, told, {7: 0.01, 8: 0.04}) == pytest.approx((0.4 - 0.1 - 0.2) ** 2)
+    assert least_kl(9, told, {7: 0.09, 8: 0.04}) == 0.0
+    assert least_kl(9, told, {8: 0.0}) == 0.0, "the movement of step 7 is not known"
+    assert least_kl(9, told | {"staleness_0/mismatch_kl": 0.3}, {}) == pytest.approx(0.3)
+    assert least_kl(9, {}, {}) == -1.0
 
 
 def test_the_signals_of_two_rows_by_hand() -> None:

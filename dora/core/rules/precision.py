@@ -1,7 +1,7 @@
 """Each version is sampled in one precision, by all of its workers: that of the configuration, or the full one.
 
 An engine cannot change its precision, so a worker whose next version has another one is started again. The trainer
-measures how far the engines' policy is from its own (``dora.data.mismatch``). Once that is above
+measures how far the engines' policy is from its own (``dora.data.mismatch``). Once that is certainly above
 ``workers.mismatch_max``, the next version to be published, and every later one, is sampled in full precision. The
 version that the same commit publishes keeps its precision, which its record states already.
 """

@@ -39,11 +39,9 @@ class Versions:
         }
 
     def _fall_back(self, command: do.FallBack) -> None:
-        said = "version %d: mismatch = %.3g nats a token is above workers.mismatch_max; version %d and later ones are "
-        which = about(version=command.measured)
-        log.warning(
-            said + "sampled in full precision", command.measured, command.mismatch, command.version, extra=which
-        )
+        said = "step %d: the engines' mismatch is %.3g nats a token or more, above workers.mismatch_max"
+        told = f"{said}; version %d and later ones are in full precision"
+        log.warning(told, command.step, command.mismatch, command.version, extra=about(step=command.step))
 
     def _forget(self, version: int) -> None:
         self._journal.note(records.Retired(version, version == self._rollout.reference_version))

@@ -16,7 +16,7 @@ from dora.config import Config
 from dora.core import events as on
 from dora.core.rules import learning
 from dora.core.rules.lifecycle import check_epoch
-from dora.data.mismatch import SAME_WEIGHTS, mismatches, to_json
+from dora.data.mismatch import MOVEMENT, least_kl, mismatches, to_json
 from dora.data.run_record import CommittedStep
 from dora.errors import MISSING, Conflict, InvalidValue
 from dora.journal import records
@@ -50,7 +50,7 @@ GROUP_ID_MAX: Final = 128  # characters
 REPLAYED: Final = "groups_replayed"  # the metric that counts a commit's replayed groups
 CLIENT_NAME_MAX: Final = 128  # characters
 # The metrics of a commit that the adaptive window uses, with the largest value of each.
-WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, "movement": math.inf, SAME_WEIGHTS: math.inf}
+WINDOW_METRICS: Final = {"clip_fraction": 1.0, "effective_sample": 1.0, MOVEMENT: math.inf}
 
 Reply = TypeVar("Reply")
 
@@ -242,7 +242,12 @@ class TrainerService(stubs.TrainerServicer):
             stepped_s = awake_s()
             taken, at = self._buffer.leased(), time.time()
             self._telemetry.step(request.step, taken, metrics, at, stepped_s, waited_s, began_s)
-            measured = (-1.0 if waited_s is None else waited_s, *(_known(metrics, name) for name in WINDOW_METRICS))
+            movements = {each.step: each.metrics.get(MOVEMENT, math.inf) for each in self._telemetry.steps}
+            signals = (_known(metrics, name) for name in WINDOW_METRICS)
+            measured = (
+                *(-1.0 if waited_s is None else waited_s, *signals),
+                least_kl(request.step, metrics, movements),
+            )
             committed = on.StepCommitted(request.trainer_epoch, request.step, *measured)
             self._hosts.published(request.version)
             if self._core.traces is not None:
