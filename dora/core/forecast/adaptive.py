@@ -9,8 +9,9 @@ apply in this order:
 2. *A trial*: each other change is a trial. A wider window stays if its steps are cheaper than the previous ones by half
    of ``window.wait_share``. A narrower one stays if its steps are not dearer by as much. Otherwise the window returns
    to its previous size. If the variance of steps makes this unclear, more steps are measured, up to ``PATIENCE`` times
-   as many. If it is still unclear then, the size that seems cheaper wins, or the narrower one if the trainer reports no
-   movement, because what its staleness costs is then unknown.
+   as many, unless a wider window seems dearer by a standard error: its staleness costs samples meanwhile. If it is
+   still unclear then, the size that seems cheaper wins, or the narrower one if the trainer reports no movement, because
+   what its staleness costs is then unknown.
 3. *Staleness costs more than it saves*: by its steps' length when it was left, the next narrower window is cheaper now.
    It is tried, even while it rests.
 4. *The trainer waits* for more than ``window.wait_share`` of the steps' time: a wider window is tried, if the signals
@@ -24,14 +25,13 @@ A size that lost a trial rests: it is not tried for ``window.rest_steps``, and f
 changes become rarer if conditions stay the same (hysteresis). A narrower size rests for longer while the trainer waits
 even in the wider one: until its trial would cost a quarter of ``window.wait_share`` of the time since the last.
 
-Their length is measured in units of their training, time / (time - wait), which is independent of the amount of
-training in a batch. In *DORA* (section 7) the window is set by hand for each task.
+Their length is that of a step or of a token, whichever varies less (pace.py). In *DORA* (section 7) the window is set by
+hand for each task.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from math import sqrt
 from statistics import median
 from typing import Any, Final
 
@@ -58,6 +58,7 @@ class StepSignals:
     effective_sample: float | None = None  # 0 to 1
     movement: float | None = None  # KL of the version before the step from the one after it, nats a token
     staleness: float = 0.0  # mean over the step's groups
+    tokens: float = 1.0  # of the step's groups, above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,13 @@ class AdaptiveSize:
         self._rest_until: dict[int, int] = {}  # size -> first step (a value of ``_steps``) that may try it again
         self._rest_steps: dict[int, int] = {}  # size -> length of its next rest
         self._dear_until: dict[int, int] = {}  # size -> the same step while the trainer waits in the wider size too
-        self._times: deque[tuple[float, float]] = deque(maxlen=STEPS_KEPT)  # durations and training times
+        self._times: deque[tuple[float, float, float]] = deque(maxlen=STEPS_KEPT)  # durations, training times, tokens
         self._clips: deque[float] = deque(maxlen=config.look_steps)
         self._samples: deque[float] = deque(maxlen=config.look_steps)
         self._latest: deque[float] = deque(maxlen=config.look_steps)  # movements, of ignored steps too
         self._movements: deque[float] = deque(maxlen=config.look_steps)
         self._staleness: deque[float] = deque(maxlen=config.look_steps)
-        self._lengths: dict[int, float] = {}  # size -> the latest Pace.mean that a change ended
+        self._lengths: dict[int, Pace] = {}  # size -> the latest that a change ended
 
     def saw(self, step: int, signals: StepSignals | None) -> Resize | None:
         """Records a committed step. Returns the window's change for later admissions, if any.
@@ -119,7 +120,7 @@ class AdaptiveSize:
             return None
         size, reason = found
         if self._times:
-            self._lengths[self.size] = Pace.of(self._times).mean
+            self._lengths[self.size] = Pace.of(self._times)
         self.last = Resize(step, self.size, size, reason)
         self._settles, self._seen = max(size, self.size), 0
         self.size = size
@@ -139,7 +140,7 @@ class AdaptiveSize:
             "seen": [list(values) for values in (self._times, self._clips, self._samples)],
             "moved": [list(values) for values in (self._movements, self._staleness)],
             "priced": [self.price, *self._latest],
-            "lengths": [list(pair) for pair in self._lengths.items()],
+            "lengths": [[size, astuple(pace)] for size, pace in self._lengths.items()],
             "last": None if self.last is None else [*astuple(self.last)],
         }
 
@@ -151,25 +152,25 @@ class AdaptiveSize:
         if values["trial"] is not None:
             before, *pace = values["trial"]
             is_allowed = self._config.least <= before <= self._config.most
-            self._trial = _Trial(before, Pace(*pace), values["factor"]) if is_allowed else None
+            self._trial = _Trial(before, Pace.restored(pace), values["factor"]) if is_allowed else None
         self._rest_until = {size: until for size, until, _ in values["rests"]}
         self._rest_steps = {size: steps for size, _, steps in values["rests"]}
         self._dear_until = dict(values["dear"])
         times, clips, samples = values["seen"]
-        self._times.extend((took_s, trained_s) for took_s, trained_s in times)
+        self._times.extend((took_s, trained_s, tokens) for took_s, trained_s, tokens in times)
         self._clips.extend(clips)
         self._samples.extend(samples)
         for kept, values_of in zip((self._movements, self._staleness), values["moved"], strict=True):
             kept.extend(values_of)
         self.price, *latest = values["priced"]
         self._latest.extend(latest)
-        self._lengths = dict(values["lengths"])
+        self._lengths = {size: Pace.restored(pace) for size, pace in values["lengths"]}
         self.last = None if values["last"] is None else Resize(*values["last"])
 
     def _note(self, signals: StepSignals) -> None:
         took_s = signals.took_s
         if signals.waited_s is not None:
-            self._times.append((took_s, max(took_s - signals.waited_s, TRAINED_MIN * took_s)))
+            self._times.append((took_s, max(took_s - signals.waited_s, TRAINED_MIN * took_s), signals.tokens))
         if signals.clip_fraction is not None:
             self._clips.append(signals.clip_fraction)
         if signals.effective_sample is not None:
@@ -202,38 +203,43 @@ class AdaptiveSize:
 
     def _stays(self, trial: _Trial, pace: Pace) -> bool | None:
         wider = trial.before < self.size
-        dearer = self._dearer(trial, pace)
-        error = sqrt(pace.error**2 + trial.pace.error**2) / trial.pace.mean
+        dearer, error = self._dearer(trial, pace)
         least = self._config.wait_share / 2
         gain = -dearer - least if wider else least - dearer
-        if self._looks_on and abs(gain) < clear(min(pace.steps, trial.pace.steps)) * error:
+        unclear = abs(gain) < clear(min(pace.steps, trial.pace.steps)) * error
+        costs = wider and bool(self._movements) and gain < -error
+        if self._looks_on and unclear and not costs:
             return None
         if self._movements:
             return gain >= 0.0
         return gain >= error if wider else gain >= -error
 
-    def _dearer(self, trial: _Trial, pace: Pace) -> float:
-        """The cost of steps now, relative to those before the trial, less 1."""
-        return pace.mean * self._factor() / (trial.pace.mean * trial.factor) - 1.0
+    def _dearer(self, trial: _Trial, pace: Pace) -> tuple[float, float]:
+        """The cost of steps now, relative to those before the trial, less 1; and its standard error."""
+        length, factor = pace.over(trial.pace), self._factor() / trial.factor
+        return length.mean * factor - 1.0, length.error * factor
 
     def _try_wider(self, pace: Pace) -> tuple[int, str] | None:
         size = self.size + 1
         if pace.waited <= self._config.wait_share or size > self._config.most or self._rests(size):
             return None
-        if not self._has_room() or (self._looks_on and pace.mean - 1.0 < clear(pace.steps) * pace.error):
+        trained = pace.trained
+        if not self._has_room() or (self._looks_on and trained.mean - 1.0 < clear(pace.steps) * trained.error):
             return None
-        length = min(self._lengths.get(size, pace.mean), 1.0 + (1.0 - WAIT_SAVED) * (pace.mean - 1.0))
-        if pace.mean * self._factor() <= length * self._factor(1.0):
+        length = 1.0 - WAIT_SAVED * pace.waited  # relative to the present one
+        if (known := self._lengths.get(size)) is not None:
+            length = min(length, known.over(pace).mean)
+        if self._factor() <= length * self._factor(1.0):
             return None  # its staleness would cost more than it saves
         self._trial = _Trial(self.size, pace, self._factor())
         return size, f"the trainer waited {pace.waited:.0%} of a step"
 
     def _leave_staleness(self, pace: Pace) -> tuple[int, str] | None:
         size = self.size - 1
-        length = self._lengths.get(size)
-        if size < self._config.least or length is None:
+        known = self._lengths.get(size)
+        if size < self._config.least or known is None:
             return None
-        saved = length * self._factor(-1.0) / (pace.mean * self._factor()) - 1.0
+        saved = known.over(pace).mean * self._factor(-1.0) / self._factor() - 1.0
         if saved >= -self._config.wait_share / 2:
             return None
         self._trial = _Trial(self.size, pace, self._factor())
@@ -294,7 +300,7 @@ class AdaptiveSize:
 
     def _rest_if_dear(self, trial: _Trial, pace: Pace) -> None:
         """After a wider size has stayed, makes the narrower one rest, which bounds the cost of its trials."""
-        dear = 1.0 / (1.0 + self._dearer(trial, pace)) - 1.0
+        dear = 1.0 / (1.0 + self._dearer(trial, pace)[0]) - 1.0
         if trial.before < self.size:
             lost = (self.size + self._config.look_steps) * dear  # steps' worth, in one trial
             self._dear_until[trial.before] = self._steps + int(lost / (TRIALS_MAX * self._config.wait_share))

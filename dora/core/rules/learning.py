@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dora.core.state import State
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 def snapshot(state: State) -> str:

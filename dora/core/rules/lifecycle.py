@@ -274,7 +274,7 @@ def _retire(state: State, version: int) -> None:
 def commit(state: State, event: on.StepCommitted) -> None:
     """Ends a trained step whose weights are stored: forgets its groups, begins the next version."""
     check_commit(state, event.trainer_epoch, event.step)
-    staleness = _staleness(state, event.step)
+    staleness, tokens = _staleness(state, event.step), _tokens(state)
     for group in state.leased:
         state.out.append(do.ForgetGroup(state.group_id[group]))
         _free(state, group)
@@ -284,7 +284,7 @@ def commit(state: State, event: on.StepCommitted) -> None:
     state.window.publish()
     lease.committed(state)
     state.freshness.published(state.now_s, event.waited_s)
-    _adapt(state, event, state.rates.published(state.now_s), staleness)
+    _adapt(state, event, state.rates.published(state.now_s), staleness, tokens)
     precision.judge(state, event)
 
 
@@ -293,7 +293,13 @@ def _staleness(state: State, step: int) -> float:
     return step - float(state.groups["version"][groups].mean()) if groups else 0.0
 
 
-def _adapt(state: State, event: on.StepCommitted, took_s: float | None, staleness: float) -> None:
+def _tokens(state: State) -> int:
+    """The tokens of the step's responses, at least 1."""
+    rows = [row for group in state.leased for row in state.members[group]]
+    return max(1, int(state.requests["tokens"][rows].sum())) if rows else 1
+
+
+def _adapt(state: State, event: on.StepCommitted, took_s: float | None, staleness: float, tokens: int) -> None:
     """Passes the step to an adaptive window, and resizes it as that decides. ``took_s`` is None if unknown."""
     disturbed, state.step_disturbed = state.step_disturbed, False
     if state.adaptive is None:
@@ -302,7 +308,7 @@ def _adapt(state: State, event: on.StepCommitted, took_s: float | None, stalenes
     if took_s and not disturbed:
         measured = (event.waited_s, event.clip_fraction, event.effective_sample, event.movement)
         waited_s, clipped, sample, movement = (value if value >= 0.0 else None for value in measured)
-        signals = StepSignals(took_s, waited_s, clipped, sample, movement, staleness)
+        signals = StepSignals(took_s, waited_s, clipped, sample, movement, staleness, tokens)
     resize = state.adaptive.saw(event.step, signals)
     state.freshness.price = state.adaptive.price
     if resize is not None:
