@@ -3,6 +3,7 @@
     python -m experiments tables dora|longcat|laminar|tools|staleflow|streamrl|verl|all [--steps 6] [--only NAME]
     python -m experiments tables all --short
     python -m experiments scenario laminar-7b-64 [--policy laminar] [--window 5] > row.toml
+    python -m experiments pinning [--minutes 30] [--page docs/pinning.md]
 
 Every run of a table is a line of its own as soon as it has ended; what is claimed of its setting follows, and at the
 end the means over settings: arithmetic, as the papers' "on average", with the geometric one beside it. A scenario is a
@@ -23,6 +24,7 @@ import tomli_w
 from dora.config import DEFAULT_POLICY
 from dora.lab.sim.figures.report import Report
 from dora.lab.sim.run import simulate
+from experiments.pinning.__main__ import main as pinning
 from experiments.presets import NAMES, file_of, scenario_for
 from experiments.tables import TABLES, Means, Setting
 
@@ -137,6 +139,9 @@ def main() -> None:
     scenario.add_argument("name", choices=NAMES, metavar="NAME")
     scenario.add_argument("--policy", default=DEFAULT_POLICY)
     scenario.add_argument("--window", type=int)
+    commands.add_parser("pinning", help="old rollouts pinned, mixed or discarded; it has options of its own")
+    if sys.argv[1:2] == ["pinning"]:
+        sys.exit(pinning(sys.argv[2:]))
     options = parser.parse_args()
     options.run(options)
 

@@ -57,8 +57,8 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 def _rates(report: Mapping[str, Any]) -> str:
     chosen = f"{report['setup']['learning_rate']:g}"
-    rows = [[f"**{rate}**" if rate == chosen else rate, _estimate(each)] for rate, each in report["rates"].items()]
-    return _table(["learning rate", "mean reward"], rows)
+    rows = [[f"**{rate}**" if rate == chosen else rate, estimated(each)] for rate, each in report["rates"].items()]
+    return table(["learning rate", "mean reward"], rows)
 
 
 def _modes(modes: Mapping[str, Mapping[str, Any]]) -> str:
@@ -71,18 +71,18 @@ def _modes(modes: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append(
             [
                 f"{row['title']} ({row['seeds']})" if row["seeds"] else row["title"],
-                _estimate(row["staleness_mean"], 2),
-                _estimate(row["end_reward"]),
-                _estimate(row["end_difference"], signed=True),
-                f"{_estimate(row.get('steps_to_level'), 1)}{missed}",
-                _estimate(row["step_s"], 2),
+                estimated(row["staleness_mean"], 2),
+                estimated(row["end_reward"]),
+                estimated(row["end_difference"], signed=True),
+                f"{estimated(row.get('steps_to_level'), 1)}{missed}",
+                estimated(row["step_s"], 2),
                 _share(row["waited_share"]),
-                _estimate(row.get("sooner_measured"), 2),
+                estimated(row.get("sooner_measured"), 2),
                 _number(row["fleet_step_min"], 2),
-                _estimate(row.get("sooner_fleet"), 2),
+                estimated(row.get("sooner_fleet"), 2),
             ]
         )
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _bars(report: Mapping[str, Any]) -> str:
@@ -92,7 +92,7 @@ def _bars(report: Mapping[str, Any]) -> str:
         [report["modes"][name]["title"], *(words[met] for bar, met in bars.items() if not bar.startswith("policy"))]
         for name, bars in report["bars"].items()
     ]
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _limits(report: Mapping[str, Any]) -> str:
@@ -100,18 +100,18 @@ def _limits(report: Mapping[str, Any]) -> str:
     cells = [
         [
             f"{row['title']} ({row['seeds']})",
-            _estimate(row["staleness_mean"], 2),
-            _estimate(row["end_reward"]),
-            _estimate(row["end_difference"], signed=True),
-            _estimate(row["mean_reward"]),
-            _estimate(row.get("steps_to_level"), 1),
+            estimated(row["staleness_mean"], 2),
+            estimated(row["end_reward"]),
+            estimated(row["end_difference"], signed=True),
+            estimated(row["mean_reward"]),
+            estimated(row.get("steps_to_level"), 1),
         ]
         for row in [*rows, *report["limits"].values()]
     ]
-    return _table(["", "staleness", "end reward", "over sync's", "all steps", "steps to the level"], cells)
+    return table(["", "staleness", "end reward", "over sync's", "all steps", "steps to the level"], cells)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def lines() -> Iterator[str]:
         yield f"| {' | '.join(heads)} |"
         yield f"|{'|'.join(['---', *['---:'] * (len(heads) - 1)])}|"
@@ -120,7 +120,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines())
 
 
-def _estimate(found: Estimate | None, digits: int = 3, signed: bool = False) -> str:
+def estimated(found: Estimate | None, digits: int = 3, signed: bool = False) -> str:
     if found is None:
         return "-"
     mean = f"{found.mean:+.{digits}f}" if signed else f"{found.mean:.{digits}f}"

@@ -35,14 +35,14 @@ def draw_reward(runs: Runs, rows: Sequence[Row], level: float | None, path: Path
     def draw(figure: Any) -> None:
         grid = figure.subplots(2, 2, sharey=True)
         for axes, (title, x_label, curves) in zip(grid.flat, panels, strict=True):
-            _panel(axes, title, x_label, "reward" if axes in grid[:, 0] else "")
+            panel(axes, title, x_label, "reward" if axes in grid[:, 0] else "")
             for colour, row in zip(COLOURS, rows, strict=False):
-                _draw_mean(axes, curves(row), colour, row.title, dashed=bool(row.reward_of))
+                draw_mean(axes, curves(row), colour, row.title, dashed=bool(row.reward_of))
             if level is not None:
                 axes.axhline(level, color=SOFT, linestyle=":", linewidth=1)
-        _legend(grid[1, 1] if runs.fleet_min else grid[1, 0], loc="lower right")
+        legend(grid[1, 1] if runs.fleet_min else grid[1, 0], loc="lower right")
 
-    _drawn(draw, (11, 7.5), path)
+    drawn(draw, (11, 7.5), path)
 
 
 def draw_limits(runs: Runs, modes: Sequence[Row], limits: Sequence[Row], report: Mapping[str, Any], path: Path) -> None:
@@ -50,27 +50,27 @@ def draw_limits(runs: Runs, modes: Sequence[Row], limits: Sequence[Row], report:
 
     def draw(figure: Any) -> None:
         staleness, left, changed = figure.subplots(1, 3)
-        _panel(staleness, "Staleness of what was trained on", "steps trained", "versions")
-        _panel(left, "Effective sample, by staleness", "staleness", "share")
-        _panel(changed, f"Reward, one thing changed in {BASE}", "steps trained", "reward")
+        panel(staleness, "Staleness of what was trained on", "steps trained", "versions")
+        panel(left, "Effective sample, by staleness", "staleness", "share")
+        panel(changed, f"Reward, one thing changed in {BASE}", "steps trained", "reward")
         for colour, row in zip(COLOURS, modes, strict=False):
             seeds = runs.results.get(row.name, {})
-            _draw_mean(staleness, [_staleness_curve(each) for each in seeds.values()], colour, row.title)
+            draw_mean(staleness, [_staleness_curve(each) for each in seeds.values()], colour, row.title)
             cells = report["staleness"].get(row.name, {})
             known = [(int(at), cell["effective_sample"]) for at, cell in cells.items() if cell["effective_sample"]]
             if known:
                 left.plot(*zip(*known, strict=True), color=colour, marker="o", markersize=4, label=row.title)
         left.xaxis.get_major_locator().set_params(integer=True)
-        _legend(staleness, fontsize=8)
+        legend(staleness, fontsize=8)
         compared = [row for row in modes if row.name in (SYNC, BASE)] + list(limits)
         for colour, row in zip(COLOURS, compared, strict=False):
-            _draw_mean(changed, _by_step(runs, row), colour, row.title, band=False)
-        _legend(changed, loc="lower right", fontsize=8)
+            draw_mean(changed, _by_step(runs, row), colour, row.title, band=False)
+        legend(changed, loc="lower right", fontsize=8)
 
-    _drawn(draw, (14, 4.2), path)
+    drawn(draw, (14, 4.2), path)
 
 
-def _drawn(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
+def drawn(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,7 +84,7 @@ def _drawn(draw: Callable[[Any], None], size: tuple[float, float], path: Path) -
         pyplot.close(figure)
 
 
-def _draw_mean(
+def draw_mean(
     axes: Any, curves: Sequence[Curve], colour: str, label: str, dashed: bool = False, band: bool = True
 ) -> None:
     """The mean of ``curves`` where all of them are, with its interval; nothing without any."""
@@ -103,7 +103,7 @@ def _draw_mean(
         axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
-def _legend(axes: Any, **look: Any) -> None:
+def legend(axes: Any, **look: Any) -> None:
     """None where nothing is drawn."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, **look)
@@ -139,7 +139,7 @@ def _staleness_curve(result: Mapping[str, Any]) -> Curve:
     return range(1, len(values) + 1), values
 
 
-def _panel(axes: Any, title: str, x_label: str, y_label: str) -> None:
+def panel(axes: Any, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -220,6 +220,30 @@ def test_a_wait_that_training_beside_generation_takes_up_is_not_saved(spread: fl
     assert max(sizes) == 2 and sizes.count(2) < 25, "a version of staleness costs 25% of the samples, and saves 8%"
 
 
+def test_the_tiny_demo_leaves_a_second_version_that_costs_more_than_it_saves() -> None:
+    """Recorded on two cores, at a large learning rate: time and wait in seconds, movement, staleness, tokens."""
+    window = AdaptiveSize(WindowConfig(size="auto"))
+    steps = [
+        (2.52, 1.41, 0.223, 0.0, 9696),
+        (1.53, 0.79, 0.103, 0.0, 5896),
+        (1.56, 1.02, 0.149, 0.0, 4352),
+        (4.6, 2.98, 0.122, 0.0, 11296),
+        (1.94, 0.68, 0.165, 0.0, 3072),
+        (1.74, 0.02, 0.199, 1.0, 4808),
+        (2.38, 0.19, 0.109, 1.0, 4800),
+        (2.98, 1.92, 0.106, 1.0, 5456),
+        (5.89, 3.03, 0.024, 1.0, 8368),
+        (2.14, 0.1, 0.111, 1.0, 6160),
+        (2.68, 1.01, 0.353, 1.0, 9528),
+        (3.55, 1.53, 0.37, 1.0, 11376),
+    ]
+    resizes = []
+    for step, (took_s, waited_s, movement, staleness, tokens) in enumerate(steps, start=1):
+        signals = StepSignals(took_s, waited_s, movement=movement, staleness=staleness, tokens=tokens)
+        resizes.append(window.saw(step, signals))
+    assert [each.size for each in resizes if each is not None] == [2, 1], "a step took 2.6 s before, and 3.3 s since"
+
+
 def test_steps_that_train_on_fewer_groups_are_not_longer_ones() -> None:
     """Groups whose rewards are equal are left out, so the training time falls while generation takes as long."""
     window, sizes = adaptive(), []

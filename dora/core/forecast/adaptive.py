@@ -25,8 +25,8 @@ A size that lost a trial rests: it is not tried for ``window.rest_steps``, and f
 changes become rarer if conditions stay the same (hysteresis). A narrower size rests for longer while the trainer waits
 even in the wider one: until its trial would cost a quarter of ``window.wait_share`` of the time since the last.
 
-Their length is that of a step or of a token, whichever varies less (pace.py). In *DORA* (section 7) the window is set by
-hand for each task.
+Their length is that of a step or of a token, whichever varies less (pace.py). In *DORA* (section 7) the window is set
+by hand for each task.
 """
 
 from collections import deque
