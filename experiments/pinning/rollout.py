@@ -190,7 +190,10 @@ class Rollout:
         busy = LOAD
         rule, oldest = self.regime.rule, self.trained - self.regime.window + 1
         if rule == "computed again":
-            tokens, places = sum(each.fed for each in self._running), max(each.fed for each in self._running)
+            tokens, places = (
+                sum(each.fed for each in self._running),
+                max((each.fed for each in self._running), default=0),
+            )
             for place in range(places):
                 self._read(self._decoders[self.trained], [each for each in self._running if each.fed > place], place)
             self.totals["again"] += tokens
@@ -205,7 +208,8 @@ class Rollout:
 
     def _check(self) -> None:
         """Reads some sessions of the batch again: under each token's version, and under the claimed one."""
-        sessions = [each for group in self._batch for each in group.valid[:CHECKED]]
+        whole = ([each for each in group.valid if len(each.tokens) == LENGTH] for group in self._batch)
+        sessions = [each for group in whole for each in group[:CHECKED]]
         ids = np.array([each.tokens for each in sessions])
         versions = {version for each in sessions for version in (*each.versions, each.version) if version >= 0}
         read = {version: self._read_again(self._decoders[version], ids) for version in versions}

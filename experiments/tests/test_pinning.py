@@ -91,7 +91,7 @@ def test_the_page_says_which_bars_are_missed() -> None:
         return {"run": {"rule": rule, "window": 3, "pause": 1.0}, "stalled": False, "step_s": step_s, "oldest": oldest}
 
     main = [{**run(each), "cell": replace(MAIN, regime=each).specification} for each in ("pinned-3", "kept")]
-    of = Results(main, [fleet("pinned", 120.0, 2), fleet("kept", 60.0, 4), fleet("computed again", 119.0, 2)])
+    of = Results(main, [fleet("pinned", 120.0, 2), fleet("kept", 60.0, 1), fleet("computed again", 119.0, 2)])
     text = markdown(of)
     assert "| pinned, window 3 (1) |" in text and "| kept, window 3 |" in text
     told = "\n".join(findings(of))
