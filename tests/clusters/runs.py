@@ -17,7 +17,9 @@ GROUPS = 3  # of a step
 
 
 class Run:
-    """``shared``: its folder. Each command runs with ``python`` in ``environment``."""
+    """``shared``: its folder; ``record``: that of a run with real engines. Each command runs with ``python`` in
+    ``environment``.
+    """
 
     def __init__(
         self,
@@ -26,16 +28,19 @@ class Run:
         environment: Mapping[str, str],
         at: Path,
         model: Path,
+        engine: str = "fake",
         **table: Any,
     ) -> None:
         self.file, self.shared, self.address = at / "run.toml", at / "shared", free_address()
         self._python, self._environment = python, environment
+        self.record = at / "record" if engine == "vllm" else ""
         port = int(self.address.rpartition(":")[2])
         values = {"folder": str(self.shared), "hosts": 1, "workers": 1, "port": port, **table}
         lines = "\n".join(f"{name} = {toml_of(value)}" for name, value in values.items())
         self.file.write_text(f"""
             model = "{model}"
             prompts = "tiny"
+            record = "{self.record}"
             [window]
             size = 2
             [rollout]
@@ -43,7 +48,7 @@ class Run:
             max_tokens = 600
             ignore_eos = true
             [workers]
-            engine = "fake"
+            engine = "{engine}"
             count = 1
             slots = 8
             kv_tokens = 16384
@@ -55,7 +60,10 @@ class Run:
         """)
 
     def dora(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [self._python, "-m", "dora", "cluster", *arguments, "--file", str(self.file)]
+        return self.called("cluster", *arguments, "--file", str(self.file))
+
+    def called(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [self._python, "-m", "dora", *arguments]
         return subprocess.run(
             command, cwd=self.file.parent, env=self._environment, capture_output=True, text=True, check=False
         )

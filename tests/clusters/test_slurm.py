@@ -30,9 +30,14 @@ def run_on(slurm: Slurm, at: Path, model: Path, **table: Any) -> Run:
     return Run("slurm", sys.executable, slurm.environment, at, model, address="127.0.0.1", dora=dora, **table)
 
 
-async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
-    """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left."""
-    run = run_on(slurm, tmp_path, tiny_dense)
+@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=pytest.mark.full)])
+async def test_a_run_outlives_what_slurm_does_to_it(
+    slurm: Slurm, tmp_path: Path, tiny_dense: Path, engine: str
+) -> None:
+    """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left. Of real engines,
+    each logprob is that of its version.
+    """
+    run = run_on(slurm, tmp_path, tiny_dense, engine=engine)
     done = run.dora("up", "--hosts", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert sorted(job["part"] for job in json.loads(done.stdout)) == ["host", "host", "service"]
@@ -65,6 +70,23 @@ async def test_a_run_outlives_what_slurm_does_to_it(slurm: Slurm, tmp_path: Path
     assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
     assert run.jobs("service") == run.jobs("host") == []
     assert with_marks([f"{run.shared}"]) == []
+    if engine == "vllm":
+        verified = run.called("verify", str(run.record))
+        assert verified.returncode == 0, verified.stdout
+
+
+async def test_a_host_is_asked_for_as_the_service_advises(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    """The service's job follows its advice; so can anybody who has its token."""
+    run = run_on(slurm, tmp_path, tiny_dense)
+    run.file.write_text(run.file.read_text() + '[cluster]\nautoscale = "act"\nhosts_min = 1\n')
+    assert run.dora("up", "--hosts", "0").returncode == 0
+    async with asyncio.timeout(120):
+        while not (hosts := run.jobs("host")):  # noqa: ASYNC110  nobody tells when
+            await asyncio.sleep(0.5)
+    await run.until_hosts(f"h{hosts[0]['name']}")
+    again = run.dora("follow", "--address", run.address, "--token-file", str(run.shared / "token"), "--once")
+    assert again.returncode == 0 and not again.stderr, "there are as many as are advised"
+    assert run.dora("down").returncode == 0 and with_marks([f"{run.shared}"]) == []
 
 
 def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
