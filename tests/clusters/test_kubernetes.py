@@ -85,7 +85,7 @@ def planned(folder: Path, text: str) -> list[dict[str, Any]]:
 
 def printed_lines() -> tuple[str, list[str]]:
     """The table and the commands of the section "On Kubernetes"."""
-    section = (ROOT / "docs" / "hosts.md").read_text().partition("## On Kubernetes\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "clusters.md").read_text().partition("## On Kubernetes\n")[2].partition("\n## ")[0]
     table = section.partition("```toml\n")[2].partition("```")[0]
     return table, [line.strip() for line in section.splitlines() if line.startswith("    ")]
 

@@ -204,11 +204,11 @@ def test_an_engine_over_several_hosts_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_a_script_starts_and_ends_a_run(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
-    """As it is printed in docs/hosts.md."""
+    """As it is printed in docs/clusters.md."""
     for _ in range(2):
         ray.add()
     run = run_on(ray, tmp_path, tiny_dense)
-    printed = snippet("docs/hosts.md", "dora.ray.Cluster")
+    printed = snippet("docs/clusters.md", "dora.ray.Cluster")
     (tmp_path / "script.py").write_text(
         "taken = []\n"
         "def train(step):\n"
