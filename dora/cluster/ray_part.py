@@ -1,7 +1,7 @@
 """One part of a run on Ray, the service or a host: an actor that keeps `dora serve` or `dora host` running.
 
     Ray loses the actor or its node ──▶ starts the actor again, on another node if need be
-    Ray drains the node             ──▶ the child gets SIGTERM; the actor waits for the node's end
+    Ray drains the node             ──▶ `dora drain HOST --within S`; the actor waits for the node's end
     release                         ──▶ the child gets SIGTERM; then the service's actor removes this one and its group
 
 A child that ends is started again, unless it refuses its settings. It ends with the actor in any case.
@@ -39,7 +39,7 @@ LINES_KEPT: Final = 50
 
 
 class Part:
-    """The actor's class. Its methods do not wait."""
+    """The actor's class. Its methods do not wait, but for ``drain``."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -72,6 +72,16 @@ class Part:
     def remove(self, name: str) -> None:
         remove(self._order.run, name)
 
+    def drain(self, name: str, within_s: float) -> bool:
+        """Tells the service, whose actor this is, that a host's node goes. Returns whether it has taken the notice."""
+        address = f"{self._ip}:{self._order.table.port}"
+        told = [sys.executable, "-m", "dora", "drain", name, "--within", f"{within_s:.0f}", "--address", address]
+        secrets = handed({"DORA_TOKEN": self._order.token})
+        with os.fdopen(secrets), suppress(subprocess.TimeoutExpired):
+            env = {**without_secrets(), HANDED: str(secrets)}
+            return not subprocess.run(told, env=env, pass_fds=(secrets,), timeout=CALL_S, check=False).returncode
+        return False
+
     # -------------------------------------------------------------------------------------------------------- threads
 
     def _run(self) -> None:
@@ -95,8 +105,19 @@ class Part:
             with suppress(RayError):
                 if (deadline_s := drained_by_s(self._node)) is not None:
                     self._deadline_s = deadline_s
-                    self._leave()
+                    self._leaves.set()
+                    if not self._is_drained(max(1.0, deadline_s - time.time())):
+                        self._leave()
             time.sleep(PAUSE_S)
+
+    def _is_drained(self, within_s: float) -> bool:
+        """Returns whether the service empties this host by then."""
+        service = actor_of(self._order.run, SERVICE) if self._order.part == HOST else None
+        with suppress(RayError):
+            return service is not None and bool(
+                ray.get(service.drain.remote(self._order.name, within_s), timeout=2 * CALL_S)
+            )
+        return False
 
     def _leave(self) -> None:
         self._leaves.set()

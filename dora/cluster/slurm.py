@@ -34,7 +34,7 @@ from dora.system.environment import without_secrets
 from dora.system.files import replace_durably
 
 TABLE: Final = "slurm"
-DRAIN_S: Final = 90.0  # a host drains for at most a minute
+ENDS_S: Final = 30.0  # after its notice a job may still take
 POLL_S: Final = 0.5
 CALL_S: Final = 60.0  # a call of the scheduler's may take
 
@@ -110,7 +110,7 @@ class SlurmCluster:
             (self._folder / "ended").touch()
         for job in self.jobs():
             _end(job)
-        ends_s = time.monotonic() + DRAIN_S
+        ends_s = time.monotonic() + self._file.config.host.notice_s + ENDS_S
         while (left := self.jobs()) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
         for job in left:
