@@ -10,7 +10,7 @@ def follow(cluster: Cluster, advice: FleetAdvice) -> Iterator[str]:
     """Carries out an advice. Yields what was done, as sentences.
 
     Hosts that were asked for and have not joined count as there. Of the joined ones those leave that the advice names
-    first; none leaves that it does not name.
+    first; none leaves that it does not name, unless the scheduler alone chooses.
     """
     if not advice.act or advice.hosts_wanted == advice.hosts:
         return
@@ -20,7 +20,10 @@ def follow(cluster: Cluster, advice: FleetAdvice) -> Iterator[str]:
             cluster.want(advice.hosts_wanted)
             yield f"{advice.hosts_wanted - len(jobs)} more hosts are asked for: {advice.reason}"
         return
-    by_name = {job.host: job.name for job in jobs}
+    by_name = {job.host: job.name for job in jobs if job.host}
+    if not by_name:  # the scheduler itself chooses who leaves
+        cluster.want(advice.hosts_wanted)
+        yield f"{advice.hosts - advice.hosts_wanted} hosts are given back: {advice.reason}"
     for name in advice.leave_first[: advice.hosts - advice.hosts_wanted]:
         if name in by_name:
             cluster.release(by_name[name])

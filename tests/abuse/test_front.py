@@ -65,8 +65,6 @@ ROUTES: Final[Mapping[str, dict[str, Any]]] = {  # with a body that each accepts
     "/api/v1/forward": {},
     "/v1/models": {},
     "/health": {},
-    "/live": {},
-    "/ready": {},
     "/nothing": {},
 }
 BROKEN: Final = (b"[" * 100_000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"n":' + b"9" * 5000 + b"}", b'{"n": NaN}')

@@ -213,7 +213,7 @@ def test_a_wrong_table_is_refused_by_name(lines: str, named: str, tmp_path: Path
 @pytest.mark.skipif(os.getuid() != 0, reason="a network namespace and another user need root")
 def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: Path, tiny_dense: Path) -> None:
     """Each group comes once, although a host's pod and the service's are deleted and come again."""
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump_all(adapted(planned(tmp_path, RUN))))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump_all(planned(tmp_path, RUN)))
     command = ["unshare", "--net", sys.executable, "-m", "tests.clusters.pods_run", str(tmp_path), str(tiny_dense)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -228,22 +228,6 @@ def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: 
     found = seen["container"]
     assert found["uid"] == "10001" and int(found["capabilities"], 16) == 0 and found["no_new_privileges"] == "1"
     assert found["root"] == "ro" and "size=1048576k" in found["shm"]
-
-
-def adapted(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The manifests for commands that have no probes and no --within yet."""
-    for each in objects:
-        for container in each.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
-            container["args"] = [each for each in container["args"] if not each.startswith(("--probes", "--notice-s"))]
-            for action in container.get("lifecycle", {}).values():
-                action["exec"]["command"][-1] = action["exec"]["command"][-1].replace(' --within "$DRAIN_S"', "")
-            for name in ("startupProbe", "livenessProbe", "readinessProbe"):
-                get = container.get(name, {}).pop("httpGet", None)
-                if get and get["port"] != "probes":
-                    container[name]["tcpSocket"] = {"port": get["port"]}
-                else:
-                    container.pop(name, None)
-    return objects
 
 
 # ---------------------------------------------------------------------------------------------------------- API server

@@ -77,10 +77,14 @@ class Scheduler:
     """The jobs of a run."""
 
     hosts: list[str]
+    chooses: bool = False
     asked: list[int] = field(default_factory=list)
 
     def jobs(self) -> list[Job]:
-        return [Job("1", "service", "running"), *(Job(name, "host", "running", host=f"h{name}") for name in self.hosts)]
+        return [
+            Job("1", "service", "running"),
+            *(Job(name, "host", "running", host="" if self.chooses else f"h{name}") for name in self.hosts),
+        ]
 
     def want(self, hosts: int) -> list[Job]:
         self.asked.append(hosts)
@@ -116,6 +120,12 @@ def test_hosts_that_the_advice_does_not_name_stay() -> None:
     scheduler = Scheduler(["5", "6", "7"])
     list(follow(scheduler, FleetAdvice(act=True, hosts=3, hosts_wanted=1, leave_first=["h6"])))
     assert scheduler.hosts == ["5", "7"]
+
+
+def test_a_scheduler_that_chooses_itself_is_told_the_number() -> None:
+    scheduler = Scheduler(["0", "1", "2"], chooses=True)
+    list(follow(scheduler, FleetAdvice(act=True, hosts=3, hosts_wanted=1, leave_first=["h0"])))
+    assert scheduler.asked == [1] and scheduler.hosts == ["0", "1", "2"]
 
 
 def test_an_advice_alone_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -59,8 +59,6 @@ AGENTS: Final = (
 )  # also within a session
 OWN: Final = (
     Route("GET", "/health", control.health),
-    Route("GET", "/live", control.live),
-    Route("GET", "/ready", control.health),
     Route("GET", "/prefix_breaks", control.breaks),
     Route("GET", "/metrics", control.metrics, READS),
     Route("POST", "/sessions", control.open_sessions, OPENS),
@@ -68,6 +66,7 @@ OWN: Final = (
     Route("POST", f"{SESSION}/reward", control.reward, ENDS),
     Route("POST", f"{SESSION}/close", control.close, ENDS),
 )
+PROBES: Final[Mapping[str, Handler]] = {"/live": control.live, "/ready": control.ready}  # without a key
 ROUTES: Final = (*OWN, *AGENTS, *(replace(each, path=f"{SESSION}{each.path}") for each in AGENTS))
 
 
@@ -82,6 +81,8 @@ def application(gateway: Gateway, mount: Mount | None = None) -> web.Application
     for each in ROUTES:
         add = app.router.add_get if each.verb == "GET" else app.router.add_post
         add(each.path, refusing(each.handler, each.body_of, each.does))
+    for path, handler in PROBES.items():
+        app.router.add_get(path, handler)
     app.cleanup_ctx.append(_sweeping)
     add_routes(app, gateway)
     if mount is not None:

@@ -13,7 +13,7 @@ from dora.agents.front.sessions import AgentSession, SessionReward
 from dora.agents.front.source import SessionOpening
 from dora.data.sampling import checked_overrides
 from dora.data.verdict import ALLOWED_REWARD, is_reward
-from dora.errors import MISSING, InvalidValue
+from dora.errors import MISSING, DoraError, InvalidValue
 from dora.metrics.text import TEXT
 from dora.prompts.check import check_name
 
@@ -23,6 +23,15 @@ _FIELDS: Final = ("group", "size", "model", "sampling", "task", "tags", "verifie
 
 async def live(request: web.Request) -> web.Response:
     """Answers 200 while the front does, whatever its service does."""
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Answers 200 while the service does, otherwise 503 with the reason's kind."""
+    try:
+        await request.app[GATEWAY].live()
+    except DoraError as error:
+        return web.Response(status=503, text=f"the service does not answer: {type(error).__name__}")
     return web.Response()
 
 
