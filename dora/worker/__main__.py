@@ -119,9 +119,8 @@ def _start_again(argv: list[str], token: str, *, full_precision: bool) -> None:
     argv = [each for each in argv if each != FULL_PRECISION] + [FULL_PRECISION] * full_precision
     log.info("the engine starts again in %s precision", "full" if full_precision else "the configured")
     logging.shutdown()
-    os.execve(
-        sys.executable, [sys.executable, "-m", WORKER_MODULE, *argv], {**os.environ, "DORA_TOKEN": token}
-    )  # fmt: skip
+    os.environ["DORA_TOKEN"] = token  # this worker's own, which it took out at its start
+    os.execv(sys.executable, [sys.executable, "-m", WORKER_MODULE, *argv])
 
 
 def _arguments_from_stdin(device: str) -> list[str]:
