@@ -102,8 +102,8 @@ def markdown(of: Results) -> str:
     others = [("recall", recall), (f"lookup, rate {RATES[1]:g}", slower)]
     parts = [
         f"{len(of.cells)} of {len(list(cells()))} runs and {len(of.fleets)} of {len(list(runs()))} simulations made, "
-        "on two cores that others used too. Intervals are of 95% over seeds (their number in brackets). The reward of one "
-        "seed tells little.",
+        "on two cores that others used too. Intervals are of 95% over seeds (their number in brackets). "
+        "The reward of one seed tells little.",
         f"**The main point**: {MAIN.task}, a pause of {MAIN.pause:g}. *Level*: a reward of {LEVEL}; in brackets, the "
         "seeds that reached it. *Error*: of logprobs, in nats: mean and largest.",
         table(HEADS, [_row(each.title, found) for each in REGIMES if (found := of.of(MAIN, each.name))]),
