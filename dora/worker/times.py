@@ -49,8 +49,8 @@ class EngineTimes:
             timed = self._timed.get(delta.request_id)
             if timed is None:
                 continue
-            if timed.sampled:  # accepted drafts come several at once
-                self._observe(of.TOKEN, (now_s - timed.last_s) / max(1, len(delta.token_ids)))
+            if timed.sampled:
+                self._observe(of.TOKEN, now_s - timed.last_s)
             else:
                 timed.first_s = now_s
                 if timed.prompt_tokens:
