@@ -193,6 +193,20 @@ BENCHMARKS: Final = (
         (Figure("re-prefill of 256 tokens, time over a handoff", "rows.0.reprefill_over_handoff"),),
     ),
     Benchmark(
+        "speculation",
+        "perf/speculation.py --rounds 2 --batches 1 4 64 --json",
+        "--steps 10 --rounds 1",
+        ENGINE,
+        (
+            Figure("counting with drafts, 4 requests, tokens/s over none", "counting.batches.4.history_vs_off", ">= 1.3"),
+            Figure("tool loops, the same", "tool loops.batches.4.history_vs_off", ">= 1.3"),
+            Figure("counting with drafts, a full batch", "counting.batches.64.history_vs_off", ">= 0.97"),
+            Figure("tool loops, the same batch", "tool loops.batches.64.history_vs_off", ">= 0.97"),
+            Figure("counting, tokens a step of the fleet's history", "counting.tokens_per_step.fleet"),
+            Figure("the same of vLLM's n-gram", "counting.tokens_per_step.vLLM's n-gram"),
+        ),
+    ),
+    Benchmark(
         "hybrid",
         "perf/hybrid.py --tokens 2048 8192 16384 --json",
         "--tokens 64 256",
