@@ -58,6 +58,15 @@ class Pod:
     codes: list[int] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
+    async def kill(self) -> None:
+        """Ends all its processes, with the first one of their namespace. They would outlive bubblewrap, whose wish to
+        end with it is void once they are another user's.
+        """
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            await self.process.wait()
+
     @property
     def container(self) -> Mapping[str, Any]:
         (found,) = self.spec["containers"]
@@ -118,8 +127,7 @@ class Node:
             await asyncio.wait_for(asyncio.shield(pod.process.wait()), max(2.0, left_s))
         except TimeoutError:
             killed = True
-            pod.process.kill()
-            await pod.process.wait()
+            await pod.kill()
         for task in pod.tasks:
             task.cancel()
         del self.pods[name]
@@ -340,9 +348,7 @@ async def node(folder: Path, objects: Iterable[Mapping[str, Any]]) -> AsyncItera
             pod.is_ending = True
             for task in pod.tasks:
                 task.cancel()
-            if pod.process is not None and pod.process.returncode is None:
-                pod.process.kill()
-                await pod.process.wait()
+            await pod.kill()
         for group in sorted(MEMORY.glob(f"dora-test-{os.getpid()}/*")):
             with contextlib.suppress(OSError):
                 group.rmdir()

@@ -19,6 +19,7 @@ from tests.clusters.kubernetes_api import ApiServer
 from tests.clusters.pods import BWRAP
 from tests.snippets import ROOT
 
+POD_USER: Final = 10001
 RUN: Final = """
 model = "/data/tiny"
 prompts = "tiny"
@@ -215,8 +216,10 @@ def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: 
     """Each group comes once, although a host's pod and the service's are deleted and come again."""
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump_all(planned(tmp_path, RUN)))
     command = ["unshare", "--net", sys.executable, "-m", "tests.clusters.pods_run", str(tmp_path), str(tiny_dense)]
+    before = of_pods()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert not of_pods() - before, "no pod outlives its node"
     seen = json.loads(done.stdout)
     names = [name for step in seen["groups"] for name in step]
     assert len(names) == len(set(names)) == 12, "each group comes once"
@@ -226,8 +229,13 @@ def test_a_run_in_pods_outlives_the_loss_of_a_host_and_of_the_service(tmp_path: 
     assert not seen["service"]["killed"] and set(seen["restarts"].values()) == {0}, seen
     assert not seen["shows_token"], "a pod's log can be read by those who may not read Secrets"
     found = seen["container"]
-    assert found["uid"] == "10001" and int(found["capabilities"], 16) == 0 and found["no_new_privileges"] == "1"
+    assert found["uid"] == f"{POD_USER}" and int(found["capabilities"], 16) == 0 and found["no_new_privileges"] == "1"
     assert found["root"] == "ro" and "size=1048576k" in found["shm"]
+
+
+def of_pods() -> set[str]:
+    """The processes of the user of pods."""
+    return {each.name for each in Path("/proc").glob("[0-9]*") if each.exists() and each.stat().st_uid == POD_USER}
 
 
 # ---------------------------------------------------------------------------------------------------------- API server
