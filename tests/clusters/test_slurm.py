@@ -37,7 +37,7 @@ async def test_a_run_outlives_what_slurm_does_to_it(
     """Each group comes once, whichever node is preempted, dies, or is requeued; then nothing is left. Of real engines,
     each logprob is that of its version.
     """
-    run = run_on(slurm, tmp_path, tiny_dense, engine=engine)
+    run = run_on(slurm, tmp_path, tiny_dense, engine=engine)  # whose commands get its --file
     done = run.dora("up", "--hosts", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert sorted(job["part"] for job in json.loads(done.stdout)) == ["host", "host", "service"]
@@ -93,7 +93,7 @@ def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Pa
     run = run_on(slurm, tmp_path, tiny_dense, host=["--partition=nowhere"])
     done = run.dora("up")
     assert done.returncode == 2 and "slurm.host" in done.stderr and "nowhere" not in done.stdout
-    assert run.jobs() == []
+    assert run.jobs() == []  # by `status --json`
     assert len(done.stderr.splitlines()) == 1 and run.jobs("service") == run.jobs("host") == []
     run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
     unusable = run.dora("up")

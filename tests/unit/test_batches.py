@@ -136,10 +136,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-STATES = ("hybrid", "mamba", "conv")  # kinds with layers that keep a state, of which no two rows are in one sequence
+UNPACKED = ("hybrid", "mamba", "conv", "chunk")  # kinds of which no two rows are in one sequence: they mix tokens otherwise
 
 
-@pytest.fixture(params=[kind for kind in get_args(TinyKind) if kind not in STATES])
+@pytest.fixture(params=[kind for kind in get_args(TinyKind) if kind not in UNPACKED])
 def folder(request: pytest.FixtureRequest, models: Path) -> Path:
     return make_tiny(request.param, models / request.param)
 
@@ -189,7 +189,7 @@ def test_a_module_that_takes_packs_takes_padded_rows_as_before(folder: Path) -> 
     assert torch.equal(alone(module, members[1]), alone(as_loaded, members[1]))
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", UNPACKED)
 def test_rows_of_a_model_with_a_state_are_padded_and_each_reads_its_prompt(kind: TinyKind, tmp_path: Path) -> None:
     module, members = load(make_tiny(kind, tmp_path / kind)), GROUPS[0].trajectories
     assert not packs(module)
