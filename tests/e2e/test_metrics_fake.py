@@ -66,7 +66,8 @@ async def test_a_scrape_has_every_metric_and_their_values_are_those_of_the_statu
             trained = len(await train_beside(handle, trainer, STEPS, 4, move_one(operator)))
             found, status = await scraped(handle), await operator.status()
         names = {name for name, _ in found}
-        assert {each.name for each in SERVICE} - names == {"dora_trainer_signal"}, "the trainer has sent no signals"
+        unsaid = {"dora_trainer_signal", "dora_mismatch_kl", "dora_mismatch_ratio_outside"}
+        assert {each.name for each in SERVICE} - names == unsaid, "the trainer has sent no signals"
         assert not {f"{each.name}_bucket" for each in DISTRIBUTIONS} - names
         assert total(found, "dora_groups_trained_total") == status.counters["groups_trained"] == 4 * trained
         assert total(found, "dora_workers", state="ready") + total(found, "dora_workers", state="loading") > 0

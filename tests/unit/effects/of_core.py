@@ -70,8 +70,8 @@ def sizes(config: Config, _: Place) -> list[int]:
     for step in range(160):
         found.append(window.size)
         size = window.size
-        waited_s = (0.5, 0.31, 0.19, 0.12, 0.06, 0.05)[size - 1]
-        signals = StepSignals(1.0, waited_s, 0.045 * size, 1.0 - 0.09 * size, movement=0.001, staleness=size - 1)
+        took_s = 1.0 / (1.0 - (0.5, 0.31, 0.19, 0.12, 0.06, 0.05)[size - 1])  # of which it trains for one
+        signals = StepSignals(took_s, took_s - 1.0, 0.045 * size, 1.0 - 0.09 * size, movement=0.001, staleness=size - 1)
         window.saw(step, signals)
     return found
 
