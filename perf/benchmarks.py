@@ -198,7 +198,9 @@ BENCHMARKS: Final = (
         "--steps 10 --rounds 1",
         ENGINE,
         (
-            Figure("counting with drafts, 4 requests, tokens/s over none", "counting.batches.4.history_vs_off", ">= 1.3"),
+            Figure(
+                "counting with drafts, 4 requests, tokens/s over none", "counting.batches.4.history_vs_off", ">= 1.3"
+            ),
             Figure("tool loops, the same", "tool loops.batches.4.history_vs_off", ">= 1.3"),
             Figure("counting with drafts, a full batch", "counting.batches.64.history_vs_off", ">= 0.97"),
             Figure("tool loops, the same batch", "tool loops.batches.64.history_vs_off", ">= 0.97"),

@@ -147,7 +147,7 @@ class Cluster:
         try:
             from dora.cluster import ray_calls
         except ModuleNotFoundError as error:
-            allowed = "installed here and on all nodes: pip install 'dora-rollout[ray]'"
+            allowed = "installed here and on all nodes: its extra `ray`, by pip install '.[ray]' in DORA's folder"
             raise InvalidValue("ray", MISSING, allowed) from error
         ray_calls.connect(self._table.address)
         return ray_calls
@@ -156,7 +156,8 @@ class Cluster:
         """Returns the jobs. Raises InvalidValue if one is refused."""
         for job in (found := self.jobs()):
             if job.state == State.REFUSED:
-                raise InvalidValue(job.name, job.machine or "?", "", said=f"{job.name} was refused: {job.reason}")
+                refused = f"{job.name} was refused: {job.reason}"
+                raise InvalidValue(job.name, job.machine or "?", "one that runs", said=refused)
         return found
 
     def _release(self, job: Job) -> None:

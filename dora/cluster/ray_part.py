@@ -88,8 +88,9 @@ class Part:
         try:
             self._check()
             while not self._leaves.is_set():
-                if command := self._command():
-                    self._kept(command)
+                if (command := self._command()) and not self._kept(command):
+                    self._state = State.REFUSED
+                    break
                 self._leaves.wait(PAUSE_S)
         except InvalidValue as error:
             self._state, self._reason = State.REFUSED, str(error)
@@ -154,8 +155,8 @@ class Part:
                 return command_of(order, ray.get(service.report.remote(), timeout=CALL_S).machine)
         return []
 
-    def _kept(self, command: list[str]) -> None:
-        """Runs the child until it ends. Raises InvalidValue if it refuses its settings, or never ran."""
+    def _kept(self, command: list[str]) -> bool:
+        """Runs the child until it ends. Returns whether to start it again: it has run, and refuses no setting."""
         self._lines.clear()
         self._state = State.STARTING
         if self._order.part == HOST:
@@ -184,8 +185,7 @@ class Part:
         code = child.wait()
         saying.join()
         self._reason = f"ended with {code}: {reason_in(''.join(self._lines))}"
-        if not self._leaves.is_set() and (code == USAGE or not self._has_run):
-            raise InvalidValue("", "", "", said=self._reason)
+        return self._leaves.is_set() or (code != USAGE and self._has_run)
 
     def _runs(self) -> None:
         self._state, self._has_run = State.RUNNING, True

@@ -162,8 +162,9 @@ def test_staleflows_coefficients_are_those_of_its_table_4(name: str) -> None:
 
 
 def test_derived_mixtures_have_the_experts_of_their_model() -> None:
-    found = {name: preset(name).cluster.cost for name in ("longcat-4096", "longcat-4096-agentic", "verl-async-30b-128")}
-    assert [cost.expert_fraction for cost in found.values()] == [8 / 512, 8 / 512, 8 / 128]
+    names = ("longcat-4096", "longcat-4096-agentic", "verl-async-30b-128", "hybrid-64")
+    found = {name: preset(name).cluster.cost for name in names}
+    assert [cost.expert_fraction for cost in found.values()] == [8 / 512, 8 / 512, 8 / 128, 10 / 512]
     assert all(cost.imbalance > 0.0 and cost.shared_fraction > 0.0 for cost in found.values())
     mixtures = {
         name for name in NAMES if preset(name).cluster.cost.expert_fraction < 1.0 or preset(name).cluster.cost.imbalance

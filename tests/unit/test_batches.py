@@ -136,7 +136,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-UNPACKED = ("hybrid", "mamba", "conv", "chunk")  # kinds of which no two rows are in one sequence: they mix tokens otherwise
+UNPACKED = (
+    "hybrid",
+    "mamba",
+    "conv",
+    "chunk",
+)  # kinds of which no two rows are in one sequence: they mix tokens otherwise
 
 
 @pytest.fixture(params=[kind for kind in get_args(TinyKind) if kind not in UNPACKED])

@@ -73,7 +73,12 @@ def test_values_are_completed(line: str, values: list[str], tmp_path: Path, monk
 
 GIVEN_TOGETHER = (
     *("prompts.", "reward.function=", "model=", "balance.cost."),
-    *("workers.batch_invariant=true", "workers.weights_from=trainer", "evaluation.keep_best=true", "workers.quantisation=fp8"),
+    *(
+        "workers.batch_invariant=true",
+        "workers.weights_from=trainer",
+        "evaluation.keep_best=true",
+        "workers.quantisation=fp8",
+    ),
 )
 
 
