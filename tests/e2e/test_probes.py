@@ -10,7 +10,8 @@ import aiohttp
 
 from dora.agents.front.run import FrontOptions, front
 from dora.client import Operator
-from tests.e2e.agents import agent, are_ready
+from tests.e2e.agents import agent, are_ready, ended, joining
+from tests.prometheus.server import free_address
 from tests.service import configured, running, until
 
 FAKE = {"workers__engine": "fake", "workers__count": 1}
@@ -59,15 +60,15 @@ async def test_probes_say_who_is_alive_and_who_serves(tiny_dense: Path, tmp_path
         assert await asyncio.wait_for(h1.wait(), 60) == 0
 
 
-async def test_a_host_without_its_service_lives_and_is_not_ready(tiny_dense: Path, tmp_path: Path) -> None:
+async def test_a_host_without_a_service_lives_and_is_not_ready(tmp_path: Path) -> None:
     log = tmp_path / "h1.log"
-    async with AsyncExitStack() as stack:
-        async with running(configured(tiny_dense, **FAKE)) as handle:
-            options = ("--workers", "0", "--probes", "127.0.0.1:0", "--rejoin-s", "60")
-            await stack.enter_async_context(agent(handle, "h1", log, *options))
-            url = await said(log, r"probes are at (http://[\d.:]+)/live")
-            await said(log, r"(h1 has joined)")
+    options = ("--workers", "0", "--probes", "127.0.0.1:0", "--rejoin-s", "60")
+    process = await joining(free_address(), "0" * 64, "h1", log, *options)
+    try:
+        url = await said(log, r"probes are at (http://[\d.:]+)/live")
         await said(log, r"(joining again)")
         assert await probed(url, "live") == (200, "yes")
         code, why = await probed(url, "ready")
         assert code == 503 and why.startswith("the host has not joined")
+    finally:
+        await ended(process)
