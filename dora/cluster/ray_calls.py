@@ -43,7 +43,8 @@ def lacks_room(bundle: Mapping[str, float]) -> bool:
         node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
         for node in ray.nodes()
     )
-    return not fits and cluster_state.get_max_resources_from_cluster_config() is None
+    most = cluster_state.get_max_resources_from_cluster_config() or {}  # of an autoscaler
+    return not fits and any(most.get(name, 0) < amount for name, amount in bundle.items())
 
 
 def drained_by_s(node: str) -> float | None:
