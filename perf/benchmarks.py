@@ -194,7 +194,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "speculation",
-        "perf/speculation.py --rounds 2 --batches 1 4 64 --json",
+        "perf/speculation.py --batches 1 4 64 --json",
         "--steps 10 --rounds 1",
         ENGINE,
         (
