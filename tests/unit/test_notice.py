@@ -125,8 +125,8 @@ def test_of_two_notices_the_earlier_deadline_counts() -> None:
 class Parked(Machines):
     """g0.0 lies in the pool of ``here``, which no worker can resume; the pool of ``there`` has room."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **balance: Any) -> None:
+        super().__init__(**balance)
         self.report("g0.0", 7)
         self.pool("pool-here", "here")
         self.post(on.MigrationRequested("g0.0", "pool-here"))
@@ -147,6 +147,26 @@ class Parked(Machines):
             return str(starts[0].arrival)
         self.obey(do.ReserveSlot)
         return self.given(do.Resume)[-1].worker_id
+
+
+def test_a_state_takes_its_room_in_a_pool_once_and_its_time_on_the_link() -> None:
+    """Layers that keep a state: ``cost`` says what its copy takes, and so what room it has."""
+    cost = {"kv_token_s": 1e-7, "weights_s": 0.01, "request_s": 1e-4, "step_s": 0.01, "prefill_token_s": 1e-4}
+    of_states = {"cost": {**cost, "copy_token_s": 0.01, "copy_state_s": 0.3}}
+    late = Machines(**of_states)
+    late.pool("pool-1", "there")
+    late.notice(0.3)
+    assert not late.asked(), "the copy of the state alone takes longer"
+    full = Machines(**of_states)
+    full.pool("pool-1", "there", kv_tokens=30)
+    full.notice()
+    assert not full.asked(), "it has room for 30 tokens' worth of state, and none for KV"
+    bench = Parked(**of_states)
+    here, there = (bench.state.pools[name] for name in ("pool-here", "pool-there"))
+    room = here.kv_claimed
+    assert there.kv_claimed == room == 30 + bench.state.kv_of(bench.state.request_row["g0.0"])
+    bench.carry_through(do.Resume)
+    assert bench.parked_in("g0.0") == "pool-there" and (here.kv_claimed, there.kv_claimed) == (0, room)
 
 
 def test_a_parked_request_is_carried_to_a_pool_elsewhere() -> None:

@@ -77,9 +77,15 @@ class CostModel:
         """The part of a step for each cached token."""
         return self.kv_token_s / _drafting(self, running)[1] if self.draft_acceptance and running else self.kv_token_s
 
+    def copy_s(self, kv_tokens: float, requests: int = 1) -> float:
+        """Seconds to copy the KV of so many tokens, and the states of so many requests, into or out of a pool."""
+        return self.copy_token_s * kv_tokens + self.copy_state_s * requests
+
     def computed_s(self, tokens: int) -> float:
-        """Seconds of a step that computes so many tokens, without their KV and whatever they yield. No
-        engine drafts where requests have states."""
+        """Seconds of a step that computes so many tokens, without their KV and whatever they yield.
+
+        One of each request if they have states: no engine drafts for these.
+        """
         read_s = self.weights_s * read_share(self.expert_fraction, self.shared_fraction, tokens)
         compute_s = self.request_s * tokens * (1.0 + self.imbalance / tokens**0.5)
         return max(read_s, compute_s) + self.state_s * tokens + self.step_s

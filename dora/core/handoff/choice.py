@@ -23,7 +23,7 @@ def cheapest(cost: CostModel | None, context_tokens: float, held_up_s: float, *,
     with ``pool`` a pool has room. Each copy counts its time once; an unmeasured prefill is typical.
     """
     known = cost or TYPICAL
-    copy_s = context_tokens * known.copy_token_s + known.copy_state_s
+    copy_s = known.copy_s(context_tokens)
     costs = {Choice.STAY: held_up_s}
     if slot:
         costs[Choice.MOVE] = copy_s

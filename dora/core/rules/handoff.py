@@ -42,15 +42,19 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
 
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
     """Asks ``target`` to accept a parked request that has just left its queue. ``reason`` is one of REASONS."""
-    kv_tokens = max(state.kv_of(row), int(state.requests["claim"][row]) - state.state_tokens)
-    _begin(state, HandoffKind.RESUME, row, pool, target, kv_tokens, reason)
+    _begin(state, HandoffKind.RESUME, row, pool, target, _kv_in_pool(state, row), reason)
 
 
 def carry(state: State, row: int, pool: Pool, target: Pool) -> None:
     """Asks ``target`` to accept a request that is parked in ``pool``, whose host leaves. It leaves its queue."""
     if state.requests["status"][row] == WAITING:
         leave_queue(state, row)
-    _begin(state, HandoffKind.CARRY, row, pool, target, int(state.requests["claim"][row]), NOTICE)
+    _begin(state, HandoffKind.CARRY, row, pool, target, _kv_in_pool(state, row), NOTICE)
+
+
+def _kv_in_pool(state: State, row: int) -> int:
+    """KV tokens of a parked request, of which its pool may have more than the core has heard of."""
+    return max(state.kv_of(row), int(state.requests["claim"][row]) - state.state_tokens)
 
 
 def _begin(

@@ -87,19 +87,20 @@ def _dearest_first(state: State, host: str, left_s: float) -> tuple[list[int], f
     remaining_s = (requests["expected"][at] - requests["tokens"][at]) * state.rates.pace_s
     ends = (requests["status"][at] == RUNNING) & (state.rates.pace_s > 0.0) & (remaining_s <= ENDS_WITHIN * left_s)
     context = requests["prompt_tokens"][at] + requests["tokens"][at]
-    copy_s = float(context.sum()) * (state.cost or TYPICAL).copy_token_s
+    copy_s = (state.cost or TYPICAL).copy_s(float(context.sum()), len(at))
     return at[np.lexsort((-context, ends))].tolist(), copy_s
 
 
 def _moves(state: State, row: int, left_s: float, parks_running: bool) -> bool:
     """Begins to move a request with its KV. Returns whether the time suffices and some worker or pool has room."""
     kv_tokens, home, parked_in = state.kv_of(row), state.owner(row), state.pool_of(row)
-    if not kv_tokens or kv_tokens * (state.cost or TYPICAL).copy_token_s > left_s:
+    if not kv_tokens or (state.cost or TYPICAL).copy_s(kv_tokens) > left_s:
         return False
     is_running, is_idle = home is not None and row in home.rows, state.requests["status"][row] == IDLE
     stays_parked = parked_in is not None and is_idle
     worker = None if stays_parked else _roomiest(state, row, kv_tokens, needs_slot=home is None or is_running)
-    pool = state.pool_with(kv_tokens, "") if worker is None and (parks_running or not is_running) else None
+    may_park = worker is None and (parks_running or not is_running)
+    pool = state.pool_with(state.parked_kv_of(row), "") if may_park else None
     if worker is not None and parked_in is not None:
         placement.leave_queue(state, row)
         handoff.resume(state, row, parked_in, worker, NOTICE)
