@@ -9,7 +9,6 @@ import contextlib
 import json
 import secrets
 import shutil
-import subprocess
 import tempfile
 import time
 from base64 import b64decode
@@ -21,6 +20,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from dora.cluster.adapter import Job
+from dora.cluster.commands import called
 from dora.cluster.rendering import TEMPLATES, rendered
 from dora.cluster.run_file import RunFile
 from dora.config.reading import KUBERNETES
@@ -28,7 +28,6 @@ from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.rpc.roles import Role, TokenGeneration
-from dora.system.environment import without_secrets
 
 TABLE: Final = KUBERNETES
 PART: Final = "app.kubernetes.io/component"
@@ -42,7 +41,6 @@ ARGUMENTS: Final = "/spec/template/spec/containers/0/args"
 CLAIM: Final = "/spec/volumeClaimTemplates/0/spec"
 ENDING_S: Final = 30  # of a host's grace period, after its drain
 BEGINS_S: Final = 30.0  # the controllers create pods in this time, or say why not
-CALL_S: Final = 60.0
 POLL_S: Final = 0.5
 SAID_MAX: Final = 400  # characters of kubectl's
 NOTHING: Final[Mapping[str, Any]] = {}
@@ -310,19 +308,7 @@ def _refused(said: str, given: str) -> InvalidValue:
 
 def _called(*arguments: str) -> str:
     """Runs kubectl. Raises InvalidValue with the reason, on one line, if it fails."""
-    try:
-        done = subprocess.run(
-            ["kubectl", *arguments],
-            env=without_secrets(),
-            capture_output=True,
-            text=True,
-            timeout=CALL_S,
-            check=False,
-        )
-    except FileNotFoundError as error:
-        raise InvalidValue(TABLE, "kubectl", "a command on the PATH of this machine, of 1.27 or newer") from error
-    except subprocess.TimeoutExpired as error:
-        raise InvalidValue(TABLE, "kubectl", f"an answer of the cluster within {CALL_S:.0f} s") from error
+    done = called("kubectl", *arguments, setting=TABLE, which="of 1.27 or newer", answers="the cluster")
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror" in line] or [done.stderr]
         raise _refused(" ".join(errors[0].split())[:SAID_MAX], f"kubectl {arguments[0]}")

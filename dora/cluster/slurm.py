@@ -16,7 +16,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,18 +24,17 @@ from typing import Final
 from pydantic import Field
 
 from dora.cluster.adapter import Job
+from dora.cluster.commands import called
 from dora.cluster.rendering import rendered
 from dora.cluster.run_file import RunFile
 from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.system.environment import without_secrets
 from dora.system.files import replace_durably
 
 TABLE: Final = "slurm"
 ENDS_S: Final = 30.0  # after its notice a job may still take
 POLL_S: Final = 0.5
-CALL_S: Final = 60.0  # a call of the scheduler's may take
 
 
 class SlurmTable(Section):
@@ -164,20 +162,7 @@ def _check_locks(path: Path) -> None:
 
 def _called(command: str, *arguments: str, setting: str = TABLE) -> str:
     """Runs one of Slurm's commands. Raises InvalidValue for ``setting`` with the reason if it fails."""
-    try:
-        # sbatch gives a job the caller's environment
-        done = subprocess.run(
-            [command, *arguments],
-            env=without_secrets(),
-            capture_output=True,
-            text=True,
-            timeout=CALL_S,
-            check=False,
-        )
-    except FileNotFoundError as error:
-        raise InvalidValue(setting, command, "a command on the PATH of this machine, a login node of Slurm") from error
-    except subprocess.TimeoutExpired as error:
-        raise InvalidValue(setting, command, f"an answer of slurmctld within {CALL_S:.0f} s") from error
+    done = called(command, *arguments, setting=setting, which="a login node of Slurm", answers="slurmctld")
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         raise InvalidValue(setting, " ".join((command, *arguments)), f"what Slurm accepts: {said[-1]}")
