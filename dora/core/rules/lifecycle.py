@@ -274,7 +274,7 @@ def _retire(state: State, version: int) -> None:
 def commit(state: State, event: on.StepCommitted) -> None:
     """Ends a trained step whose weights are stored: forgets its groups, begins the next version."""
     check_commit(state, event.trainer_epoch, event.step)
-    staleness, tokens = _staleness(state, event.step), _tokens(state)
+    staleness, tokens = _staleness(state, event.step), _tokens(state) if state.adaptive is not None else 1
     for group in state.leased:
         state.out.append(do.ForgetGroup(state.group_id[group]))
         _free(state, group)
