@@ -74,7 +74,7 @@ class Drafter:
         self._requests[engine_id] = _Drafted(sequence, len(outputs), self._accuracy)
 
     def forget(self, engine_id: str) -> None:
-        """Ends a request. What it sampled stays in a shared history."""
+        """Ends a request. A shared history keeps its tokens."""
         known = self._requests.pop(engine_id, None)
         if known is not None:
             self._history.end(known.sequence, is_kept=self._is_shared)

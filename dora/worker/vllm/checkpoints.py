@@ -29,12 +29,14 @@ class Checkpoints:
     def held_bytes(self) -> int:
         return len(self._kept) * self._state_bytes
 
-    def note(self, request_id: str, tokens: int, block_ids: Sequence[Sequence[int]], *, at_end: bool) -> None:
-        """Copies the state that was made of a request's first ``tokens`` tokens, if there is room and it is due."""
+    def is_due(self, request_id: str, tokens: int, *, at_end: bool) -> bool:
+        """Returns whether the state of a request's first ``tokens`` tokens is to be kept. ``at_end``: of a turn."""
         if not tokens or (request_id, tokens) in self._kept:
-            return
-        if not at_end and tokens - self._last.get(request_id, 0) < self.every_tokens:
-            return
+            return False
+        return at_end or tokens - self._last.get(request_id, 0) >= self.every_tokens
+
+    def note(self, request_id: str, tokens: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Copies the state that was made of a request's first ``tokens`` tokens, if there is room."""
         self._last[request_id] = tokens
         shown = self._store.show(self._chosen(tokens, block_ids))
         state = {name: [piece.copy() for piece in pieces] for name, pieces in shown.items()}

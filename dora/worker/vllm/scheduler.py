@@ -200,9 +200,9 @@ class HoldingScheduler(Scheduler):
         self._note_state(request, at_end=True)
 
     def _note_state(self, request: Request, *, at_end: bool) -> None:
-        if self.checkpoints is not None:
-            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
-            self.checkpoints.note(request.request_id, request.num_computed_tokens, block_ids, at_end=at_end)
+        states, request_id, tokens = self.checkpoints, request.request_id, request.num_computed_tokens
+        if states is not None and states.is_due(request_id, tokens, at_end=at_end):
+            states.note(request_id, tokens, self.kv_cache_manager.get_block_ids(request_id))
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._pending.pop(request.request_id, None)
