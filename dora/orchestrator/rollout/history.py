@@ -4,7 +4,7 @@
     a request goes to a worker ──▶ it gets what it lacks of these first
 
 Nothing depends on it but the speed of engines (``workers.speculation``), so no log has it: a restarted service begins
-with an empty history, and a restarted worker gets it anew.
+with an empty history, and sends it to a restarted worker again.
 """
 
 from collections import OrderedDict, deque
@@ -23,7 +23,7 @@ from dora.rpc import dora_pb2 as pb
 
 RESPONSES_MAX: Final = 16  # of one prompt or task, the latest
 ENTRY_BYTES: Final = 200  # of an entry beside its tokens
-SCOPES_TOLD_MAX: Final = 16_384  # of one worker; beyond them it is told anew
+SCOPES_TOLD_MAX: Final = 16_384  # of one worker; beyond them it is told all again
 
 
 @dataclass(slots=True)
@@ -51,7 +51,8 @@ class FleetHistory:
         told: dict[str, list[pb.RememberedResponse]] = {}
         for request_id in request_ids:
             response = self._buffer[request_id]
-            entry, keys = _entry_of(response), _scopes_of(response)
+            keys = _scopes_of(response)
+            entry = _entry_of(response, keys)
             serial = next(self._serial)
             workers = {name for key in keys for name in self._enter(key, serial, entry)}
             for name in workers - {session.worker_id}:
@@ -110,14 +111,13 @@ def _scopes_of(response: ResponseState) -> tuple[bytes, ...]:
     return (prompt, task_scope_of(response.prompt.task_id)) if response.is_session else (prompt,)
 
 
-def _entry_of(response: ResponseState) -> pb.RememberedResponse:
+def _entry_of(response: ResponseState, scopes: Sequence[bytes]) -> pb.RememberedResponse:
     """Returns what was sampled last, a response or a turn, with some tokens before it."""
     token_ids, first = response.buffered()["token_id"], response.turn_begin(len(response.inputs))
     sampled = token_ids[first:][-REMEMBERED_TOKENS_MAX:]
     before = token_ids[max(0, first - PROMPT_TOKENS) : first]
     if first < PROMPT_TOKENS:
         before = np.concatenate([np.array(response.prompt_ids()[-(PROMPT_TOKENS - first) :], "<i4"), before])
-    scopes = _scopes_of(response)
     whole = np.concatenate([before, sampled]).astype("<i4")
     return pb.RememberedResponse(scope=scopes[0], task=scopes[1] if len(scopes) > 1 else b"", token_ids=whole.tobytes())
 

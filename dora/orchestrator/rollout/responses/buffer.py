@@ -83,7 +83,7 @@ class ResponseBuffer:
         responses = self._groups[group_id] = self.begin(group_id, prompt, version, rows, at)
         for response in responses:
             response.window_versions = self.window_versions
-        self._number(responses, tuple(rows.values()), self.next_number)
+        self._number(responses, self.next_number)
         return responses
 
     def give(self, order: TurnOrder, at: float) -> records.Tokens:
@@ -136,10 +136,10 @@ class ResponseBuffer:
     def number(self, group_id: str) -> int:
         return self._groups[group_id][0].number
 
-    def _number(self, responses: tuple[ResponseState, ...], rows: Sequence[int], first: int) -> None:
+    def _number(self, responses: tuple[ResponseState, ...], first: int) -> None:
         for number, response in enumerate(responses, start=first):
             response.number = number
-        self._columns.number(list(rows), range(first, first + len(responses)))
+        self._columns.number([response.row for response in responses], range(first, first + len(responses)))
         self.next_number = max(self.next_number, first + len(responses))
 
     def restore(self, group: LiveGroup, first: int, found: Requests) -> None:
@@ -151,7 +151,7 @@ class ResponseBuffer:
         responses = self._groups[group.group_id] = self.begin(
             group.group_id, group.prompt, group.version, rows, group.at
         )
-        self._number(responses, group.rows, group.number)
+        self._number(responses, group.number)
         begins, counts, ends = (column[span].tolist() for column in (found.begins, found.counts, found.ends))
         for index, response in enumerate(responses):
             response.window_versions = group.window_versions
