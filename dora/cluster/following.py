@@ -9,8 +9,8 @@ from dora.rpc.dora_pb2 import FleetAdvice
 def follow(cluster: Cluster, advice: FleetAdvice) -> Iterator[str]:
     """Carries out an advice. Yields what was done, as sentences.
 
-    Hosts that were asked for and have not joined count as there. Of the joined ones those leave that the advice names
-    first; none leaves that it does not name, unless the scheduler alone chooses.
+    Hosts that the scheduler has not started yet count as joined. Hosts leave in the order of the advice; one that it
+    does not name stays, unless the scheduler alone chooses.
     """
     if not advice.act or advice.hosts_wanted == advice.hosts:
         return

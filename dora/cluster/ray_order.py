@@ -10,7 +10,7 @@ from dora.config.section import Section
 
 SERVICE: Final = "service"
 HOST: Final = "host"
-REJOIN_S: Final = 30  # then a host asks anew where the service is
+REJOIN_S: Final = 30  # then a host asks again where the service is
 
 HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone
 

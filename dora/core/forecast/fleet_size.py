@@ -41,13 +41,13 @@ class FleetSize:
         self._steps: deque[_Step] = deque(maxlen=LOOK_STEPS)
         self._workers = 0
         self._changed_s = 0.0  # when the number of workers changed last
-        self._ignored = 0  # steps that began before the change
+        self._is_changed = False  # within the present step, which does not count
         self._used = self._looks = 0.0
 
     def looked(self, now_s: float, workers: int, used: float) -> None:
         """Enters a sample of the share of slots or KV in use, whichever is larger."""
         if workers != self._workers:
-            self._workers, self._changed_s, self._ignored = workers, now_s, 1
+            self._workers, self._changed_s, self._is_changed = workers, now_s, True
             self._steps.clear()
         self._used += used
         self._looks += 1
@@ -55,8 +55,8 @@ class FleetSize:
     def committed(self, took_s: float, waited_s: float) -> None:
         """Enters a step: its time, and the part in which the trainer waited for groups."""
         used, self._used, looks, self._looks = self._used, 0.0, self._looks, 0.0
-        if self._ignored or not looks or took_s <= 0.0:
-            self._ignored = 0
+        is_changed, self._is_changed = self._is_changed, False
+        if is_changed or not looks or took_s <= 0.0:
             return
         self._steps.append(_Step(took_s, took_s - waited_s, self._workers * used / looks * took_s))
 
