@@ -66,9 +66,8 @@ class Recorder(RecordContent):
         Raises InvalidValue if ``folder`` cannot be written or holds something other than a record.
         """
         self._numerics = numerics
-        self.is_full: Callable[[int], bool] = lambda version: (
-            False
-        )  # whether a version has fallen back to full precision
+        # whether a version has fallen back to full precision
+        self.is_full: Callable[[int], bool] = lambda version: False
         self._weights = weights
         self._passing: set[int] = set()  # versions whose weights are deleted after two later commits
         self._versions = folder / VERSIONS_FOLDER
