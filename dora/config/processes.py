@@ -114,13 +114,18 @@ class WorkersConfig(Section):
         description="with workers.quantisation or workers.kv_dtype: if the trainer finds a larger KL divergence of a "
         "version's engines from its own policy, nats a token, later versions are sampled in full precision; 0: never",
     )
-    speculation: Literal["off", "history", "ngram"] = Field(
+    speculation: str = Field(
         "off",
-        description="drafts that engines verify without changing a sample: from what the fleet sampled for the prompt, "
-        "its group and its sessions' task (history), or from the request's own tokens (ngram)",
+        pattern=r"^(off|history|ngram|model:.+)$",
+        description="off, history (what the fleet sampled for the prompt, its group and its sessions' task), ngram "
+        "(the request's own tokens) or model:DIR (a folder with a draft model, on CPUs): where drafts come from, which "
+        "engines verify without changing a sample",
     )
     history_mb: int = Field(
-        64, ge=HISTORY_MB_MIN, le=HISTORY_MB_MAX, description="history of one worker, with its index; the service's too"
+        64,
+        ge=HISTORY_MB_MIN,
+        le=HISTORY_MB_MAX,
+        description="history of one worker, with its index, or KV of its draft model; the service's history too",
     )
     tensor_parallel: int = Field(1, ge=1, le=8, description="ranks that share each layer of an engine, each a process")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="stages of an engine's layers, each of so many ranks")
@@ -196,6 +201,10 @@ class WorkersConfig(Section):
         if self.speculation != "off" and (self.engine == "fake" or self.pipeline_parallel > 1):
             allowed = "off, or another with workers.engine = vllm and workers.pipeline_parallel = 1"
             raise InvalidValue("workers.speculation", self.speculation, allowed)
+        if self.speculation.startswith("model:") and self.count and on_gpus:
+            raise InvalidValue(
+                "workers.speculation", self.speculation, "off, history or ngram: draft models run on CPUs"
+            )
         if self.quantisation == "fp8" and self.engine == "vllm" and self.count and not on_gpus:
             allowed = "empty or int8; fp8 needs GPUs of compute capability 8.9 or above (workers.device = cuda)"
             raise InvalidValue("workers.quantisation", "fp8", allowed)

@@ -26,6 +26,7 @@ from dora.host.proof import proof_file
 from dora.kvtier.server import remove_left
 from dora.kvtransfer.transports.registry import check_transports
 from dora.models import check_parallel, context_tokens, default_cache, made_model, resolve_model, routing
+from dora.models.drafts import check_draft, draft_folder
 from dora.orchestrator.version_memory import weight_versions
 from dora.system.environment import DOWNLOADS, child_environment
 from dora.system.files import nearest_existing, try_folder
@@ -96,6 +97,8 @@ def with_context(config: Config, model: Path) -> Config:
     """
     if config.workers.count and config.workers.engine == "vllm":
         check_parallel(model, config.workers.tensor_parallel, config.workers.pipeline_parallel)
+        if folder := draft_folder(config.workers.speculation):
+            check_draft(folder, model, config.workers.count)
     most = context_tokens(model)
     context_limit = config.workers.max_model_len_tokens
     if not context_limit:

@@ -29,7 +29,7 @@ OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test
 OF_BLOCKS = ("test_engine_forks.py", "test_precopy.py", "test_shared_prefix.py", "test_written_ahead.py")
 OF_CPUS = ("fake", "vllm-dense", "vllm-drafts", "vllm-moe", "vllm-hybrid")
 KINDS = ("vllm-v2", "vllm-v2-moe", "vllm-v2-hybrid") if v2_runner.IS_CHOSEN else OF_CPUS
-NAMED: dict[str, TinyKind] = {"fake": "dense", "drafts": "dense", "v2": "dense"}
+NAMED: dict[str, TinyKind] = {"fake": "dense", "drafts": "dense", "model": "dense", "v2": "dense"}
 MODELS: dict[str, TinyKind] = {**NAMED, **{kind: kind for kind in get_args(TinyKind)}}
 
 
@@ -46,7 +46,7 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
-    speculation = "history" if "drafts" in kind else ""
+    speculation = f"model:{model}" if kind == "vllm-drafts-model" else "history" if "drafts" in kind else ""
     return VllmEngine(
         model,
         EngineSettings(

@@ -1,7 +1,8 @@
 """Drafters for tests: they stand in for an engine's own (``dora.worker.drafting.drafter``)."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dora.data.types import RequestSpec
 
@@ -49,3 +50,22 @@ class Guessing(Wrong):
         self.drafted_tokens += drafted
         self.accepted_tokens += len(token_ids) - 1
         self.longest = max(self.longest, len(token_ids))
+
+
+def model_drafter(own: Any) -> Any:
+    """A drafter with an engine's own draft model, which takes no time. ``longest`` is as of ``Guessing``."""
+    from dora.worker.drafting.model_drafter import ModelDrafter
+
+    class Counted(ModelDrafter):
+        longest = now_ms = 0
+
+        def stepped(self) -> None:
+            self.now_ms += 1
+            super().stepped()
+
+        def sampled(self, engine_id: str, token_ids: Sequence[int], drafted: int) -> None:
+            super().sampled(engine_id, token_ids, drafted)
+            self.longest = max(self.longest, len(token_ids))
+
+    drafter = Counted(own._model, own._choose, clock=lambda: drafter.now_ms / 1e3)
+    return drafter

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,11 +26,11 @@ from tests.contract.driver import (
     mixed_requests,
     run,
 )
-from tests.contract.guesses import Guessing
+from tests.contract.guesses import Guessing, model_drafter
 
 # Batches of random sampling parameters, and their requests. Triton's interpreter takes a second for a step.
 SEEDS, REQUESTS, TOKENS = (1, 3, 16) if v2_runner.IS_CHOSEN else (4, SLOTS, 60)
-ON_CPUS = ("vllm-drafts", "vllm-drafts-moe", "vllm-drafts-window", "vllm-drafts-mla")
+ON_CPUS = ("vllm-drafts", "vllm-drafts-moe", "vllm-drafts-window", "vllm-drafts-mla", "vllm-drafts-model")
 ROUNDS = ("vllm-drafts-mla", "vllm-v2-drafts")  # kinds whose logprobs depend on the batch, with drafts or without
 
 
@@ -48,7 +49,11 @@ def plain(started_engine: VllmEngine, version_folder: VersionFolder) -> Iterator
     scheduler.drafter = own
 
 
-def guess(engine: VllmEngine, responses: dict[str, Response], seed: int) -> Guessing:
+def guess(kind: str, engine: VllmEngine, responses: dict[str, Response], seed: int) -> Any:
+    """Drafts what was sampled, with mistakes, or what the draft model says: version 1's weights."""
+    if kind == "vllm-drafts-model":
+        drafter = engine.core.scheduler.drafter = model_drafter(engine._drafter)
+        return drafter
     guessing = Guessing(
         lambda name: list(responses[name].token_ids),
         lambda name: len(engine.request(name).output_token_ids),
@@ -92,7 +97,7 @@ def test_no_sampling_parameter_makes_a_draft_change_a_response(kind: str, plain:
     for seed in range(SEEDS):
         plain.core.scheduler.drafter = None
         expected = run(plain, requests_of(seed))
-        guessing = guess(plain, expected, seed)
+        guessing = guess(kind, plain, expected, seed)
         check(kind, run(plain, requests_of(seed)), expected)
         assert 0 < guessing.accepted_tokens < guessing.drafted_tokens
         assert guessing.longest > 2
@@ -101,7 +106,7 @@ def test_no_sampling_parameter_makes_a_draft_change_a_response(kind: str, plain:
 def test_a_request_moves_between_drafts(kind: str, plain: VllmEngine) -> None:
     requests = mixed_requests(6) if TOKENS > 16 else requests_of(7)
     expected = run(plain, requests)
-    guess(plain, expected, 1)
+    guess(kind, plain, expected, 1)
     driver, chosen = Driver(plain), random.Random(2)
     for request in requests:
         driver.add(request)
@@ -116,7 +121,7 @@ def test_a_request_moves_between_drafts(kind: str, plain: VllmEngine) -> None:
 def test_a_killed_request_resumes_after_a_draft(kind: str, plain: VllmEngine) -> None:
     request = make_request(1, SAMPLED)
     expected = run(plain, [request])
-    guess(plain, expected, 3)
+    guess(kind, plain, expected, 3)
     driver = Driver(plain)
     driver.add(request)
     driver.step(4)
@@ -131,7 +136,7 @@ def test_drafts_under_pressure_preempt_nobody_more(kind: str, plain: VllmEngine)
     before = plain.load().preemptions
     expected = run(plain, requests)
     without = plain.load().preemptions - before
-    guess(plain, expected, 4)
+    guess(kind, plain, expected, 4)
     assert farthest(run(plain, requests), expected) < ROUNDING
     assert plain.load().preemptions - before - without <= without + 1
 
@@ -153,8 +158,34 @@ def test_a_session_goes_on_after_a_turn_that_ended_within_a_draft(kind: str, pla
 
     expected = {"r3": two_turns()}
     assert expected["r3"].finish_reason == "length"
-    guess(plain, expected, 5)
+    guess(kind, plain, expected, 5)
     assert farthest({"r3": two_turns()}, expected) < ROUNDING
+
+
+def test_a_publication_ends_no_drafts(kind: str, plain: VllmEngine, version_folder: VersionFolder) -> None:
+    requests = [replace(each, version=2) for each in mixed_requests(6)]
+    canary = plain.load_weights(2, version_folder(2), None)
+    expected = run(plain, requests)
+    plain.load_weights(1, version_folder(1), None)
+    drafter = guess(kind, plain, expected, 6)
+    run(plain, mixed_requests(6))
+    before = drafter.drafted_tokens
+    assert plain.load_weights(2, version_folder(2), canary) == canary
+    assert drafter.drafted_tokens == before > 0, "no drafts within the canary"
+    check(kind, run(plain, requests), expected)
+    assert drafter.drafted_tokens > before
+
+
+def test_a_publication_leaves_the_draft_model_as_it_is(
+    kind: str, plain: VllmEngine, version_folder: VersionFolder
+) -> None:
+    request = make_request(1, SAMPLED)
+    drafter = guess(kind, plain, run(plain, [request]), 6)
+    for version in (2, 1):
+        plain.load_weights(version, version_folder(version), None)
+    run(plain, [request])
+    if kind == "vllm-drafts-model":  # of version 1, with the noise of the engine
+        assert 0 < drafter.accepted_tokens == drafter.drafted_tokens
 
 
 def test_what_others_sampled_is_drafted(kind: str, plain: VllmEngine, started_engine: VllmEngine) -> None:

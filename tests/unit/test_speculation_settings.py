@@ -18,6 +18,8 @@ SETTINGS = EngineSettings(8, 1024, 256, speculation="history")
         (["workers.speculation=eagle"], "workers.speculation"),
         (["workers.speculation=history", "workers.engine=fake"], "workers.speculation"),
         (["workers.speculation=ngram", "workers.pipeline_parallel=2"], "workers.speculation"),
+        (["workers.speculation=model:"], "workers.speculation"),
+        (["workers.speculation=model:/x", "workers.device=cuda"], "workers.speculation"),
         (["workers.history_mb=0"], "workers.history_mb"),
         (["workers.history_mb=4097"], "workers.history_mb"),
         (["workers.engine_args={speculative_config={}}"], "workers.engine_args"),

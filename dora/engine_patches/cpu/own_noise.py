@@ -206,6 +206,14 @@ def positions_apart(whole: CommonAttentionMetadata, drafts: Sequence[int]) -> Co
     return found
 
 
+def sampled_alike(logits: torch.Tensor, temperatures: Sequence[float], draws: Sequence[int]) -> list[int]:
+    """Returns what the engine's sampler would take of rows of logits, with these draws of random streams."""
+    scale = torch.tensor(temperatures)
+    scaled = logits.float() / torch.where(scale > 0, scale, 1.0)[:, None]
+    sampled = torch.ops._C.fused_gumbel_argmax(scaled, torch.tensor(draws))
+    return torch.where(scale > 0, sampled, logits.argmax(dim=-1)).tolist()
+
+
 def _apply() -> None:
     cpu_worker.CPUModelRunner = DraftingModelRunner
 

@@ -48,8 +48,10 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Rollout workers.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
     speculation: Annotated[
-        Literal["off", "history", "ngram"] | None,
-        typer.Option(help="Drafts that workers verify (workers.speculation); the same tokens in fewer steps."),
+        str | None,
+        typer.Option(
+            help="Drafts: off, history, ngram or model:DIR (workers.speculation); the same tokens in fewer steps."
+        ),
     ] = None,
     learning_rate: Annotated[float | None, typer.Option("--lr", help="The trainer's learning rate.")] = None,
     replay_share: Annotated[

@@ -9,6 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from dora.data.limits import DRAFT_TOKENS_MAX
+
 DECAY: Final = 0.98  # of what earlier steps count, from step to step
 SOLVE_STEPS: Final = 16
 PRIOR_STEPS: Final = 2.0  # that the prior counts as
@@ -55,6 +57,18 @@ class Pace:
             return True
         plain_s = self.step_s(requests, drafted=False)
         return (requests + expected) * plain_s > requests * self.step_s(requests + drafted, drafted=True)
+
+    def draft_tokens(self, requests: int, drafting: int, acceptance: float, draft_s: float) -> int:
+        """Returns how many tokens a model drafts best for ``drafting`` of the requests, if each is accepted with
+        ``acceptance`` after those before it, and takes the model ``draft_s``.
+        """
+        best, count, expected = requests / self.step_s(requests, drafted=False) if self._steps else 0.0, 0, 0.0
+        for tokens in range(1, DRAFT_TOKENS_MAX + 1):
+            expected += drafting * acceptance**tokens
+            step_s = self.step_s(requests + drafting * tokens, drafted=True) + tokens * draft_s
+            if self._steps and (requests + expected) / step_s > best:
+                best, count = (requests + expected) / step_s, tokens
+        return count
 
     def _solve(self, fed: int) -> None:
         """Fits the cost, drawn to a prior where steps were too alike to tell."""

@@ -25,6 +25,7 @@ from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
 from dora.models import routing
+from dora.models.drafts import check_draft, draft_folder
 from dora.models.ends import end_token_ids
 from dora.weights.canary_bounds import bound_of
 from dora.weights.load_time import READ_SHARE, load_limit_s
@@ -72,6 +73,8 @@ class VllmEngine(BaseEngine[EngineRequest]):
         """
         self._device = device_named(device) if isinstance(device, str) else device
         settings = replace(settings, dtype=settings.dtype or self._device.default_dtype)
+        if folder := draft_folder(settings.speculation):
+            check_draft(folder, model)
         bound = bound_of(settings.numerics)
         self._reference = read_reference(model)
         self._load_s = READ_SHARE * load_limit_s(self._reference.content_bytes, load_timeout_s)
@@ -113,8 +116,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         self._drafter: Drafter | None = None
         if settings.speculation:
             self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
-            is_shared = settings.speculation == "history"
-            self._drafter = self._scheduler.drafter = Drafter(settings.history_bytes, is_shared=is_shared)
+            self._drafter = self._scheduler.drafter = _drafter_of(settings)
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -356,3 +358,18 @@ class VllmEngine(BaseEngine[EngineRequest]):
         logprobs = scored.new_prompt_logprobs_tensors.logprobs[:, 0]
         self._reset_prefix_cache()
         return logprobs.tolist()
+
+
+def _drafter_of(settings: EngineSettings) -> Drafter:
+    if (folder := draft_folder(settings.speculation)) is None:
+        return Drafter(settings.history_bytes, is_shared=settings.speculation == "history")
+    from dora.engine_patches.cpu.own_noise import sampled_alike
+    from dora.worker.drafting.draft_model import DraftModel
+    from dora.worker.drafting.model_drafter import ModelDrafter
+
+    most_bytes, context_tokens = settings.history_bytes, settings.max_model_len_tokens
+    model = DraftModel(folder, settings.dtype, settings.slots, context_tokens, most_bytes)
+    log.info(
+        "drafts by %s: %.3g MB of weights and KV, %d requests at a time", folder, model.size_bytes / 1e6, model.rows
+    )
+    return ModelDrafter(model, sampled_alike)

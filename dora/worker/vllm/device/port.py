@@ -30,8 +30,8 @@ class EngineSettings:
     GPU's memory. ``quantisation`` is int8, fp8, or empty for none; ``kv_dtype`` is one of vLLM's, or empty for
     ``dtype``. ``full_precision`` says that a service has taken both away. ``batch_invariant`` is vLLM's mode in which a
     request's logits do not depend on its neighbours. ``state_bytes`` of host memory keep states to which sessions may
-    return. ``speculation`` is history, ngram, or empty for none; its history takes ``history_bytes``. ``engine_args``
-    are a user's own of vLLM's (``dora.data.engine_args``).
+    return. ``speculation`` is history, ngram, model:DIR, or empty for none; its history, or the KV of its draft model,
+    takes ``history_bytes``. ``engine_args`` are a user's own of vLLM's (``dora.data.engine_args``).
     """
 
     slots: int
