@@ -1,10 +1,12 @@
 """Drafters for tests: they stand in for an engine's own (``dora.worker.drafting.drafter``)."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from dora.data.types import RequestSpec
+from tests.contract.driver import Response
 
 
 class Wrong:
@@ -50,6 +52,19 @@ class Guessing(Wrong):
         self.drafted_tokens += drafted
         self.accepted_tokens += len(token_ids) - 1
         self.longest = max(self.longest, len(token_ids))
+
+
+@contextmanager
+def guessed(engine: Any, responses: Mapping[str, Response] | None, seed: int = 1) -> Iterator[Guessing | None]:
+    """An engine that drafts the tokens of these responses, with mistakes; of None, as it would."""
+    scheduler = engine.core.scheduler
+    own, guessing = scheduler.drafter, None
+    if responses is not None:
+        guessing = scheduler.drafter = Guessing(
+            lambda name: responses[name].token_ids, lambda name: len(engine.request(name).output_token_ids), seed
+        )
+    yield guessing
+    scheduler.drafter = own
 
 
 def model_drafter(own: Any) -> Any:

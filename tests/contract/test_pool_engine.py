@@ -1,5 +1,6 @@
 """That a parked request goes on as if it had not been, whatever engines are made of: in its process and in another."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from dora.kvtransfer.transports.arena import STEP_BYTES
 from dora.rpc import dora_pb2 as pb
 from dora.worker.engine import RolloutEngine
 from tests.contract.driver import MAX_MODEL_LEN_TOKENS, SLOTS, Driver, Response, VersionFolder, mixed_requests, run
+from tests.contract.guesses import guessed
 from tests.contract.planes import a_plane
 from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.workers import peer_of
@@ -24,7 +26,7 @@ MOST_BYTES = 1 << 30
 
 @pytest.mark.parametrize("spills", [False, True], ids=["memory", "disk"])
 def test_parked_requests_equal_unparked_ones_bitwise(
-    engine: RolloutEngine, driver: Driver, tmp_path: Path, spills: bool
+    kind: str, engine: RolloutEngine, driver: Driver, tmp_path: Path, spills: bool
 ) -> None:
     """A whole engine's are parked, and others run in their place; on disk all but the last."""
     requests = [replace(request, request_id=f"p{index}") for index, request in enumerate(mixed_requests(SLOTS))]
@@ -34,6 +36,7 @@ def test_parked_requests_equal_unparked_ones_bitwise(
     longest_bytes = blocks_for(MAX_MODEL_LEN_TOKENS, engine.layout.block_tokens) * engine.layout.block_bytes
     one_bytes = -(-longest_bytes // STEP_BYTES) * STEP_BYTES
     with (
+        guessed(engine, untouched) if kind == "vllm-drafts" else contextlib.nullcontext() as guessing,
         a_plane(tmp_path, 2, fingerprint=engine.layout.fingerprint) as end,
         a_pool(tmp_path, POOL_EPOCH, ("shm", "tcp"), one_bytes * (1 if spills else SLOTS), tmp_path / "spill") as pool,
     ):
@@ -53,6 +56,7 @@ def test_parked_requests_equal_unparked_ones_bitwise(
             end.plane.expect(name, POOL_EPOCH, MOST_BYTES)
             engine.take_in(end.plane.take(sent_on(pool, peer_of(end), name)))
         assert driver.finish() == untouched
+        assert guessing is None or guessing.accepted_tokens > 0
     assert engine.load().reprefilled_tokens == before
 
 

@@ -23,6 +23,7 @@ from tests.contract.driver import (
     Response,
     farthest,
 )
+from tests.contract.guesses import guessed
 from tests.contract.tiers import WAIT_S, TierProcess, needs_lmcache, serving
 
 JOIN = "dora.worker.vllm.connector.SnapshotConnector.join"  # imported by the tests alone: it imports vLLM
@@ -103,12 +104,23 @@ def test_a_prompt_that_was_seen_is_found_and_the_response_is_the_same(
     assert farthest({"": again}, {"": first}) <= ROUNDING
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 def test_a_request_whose_worker_died_computes_its_last_tokens_only(
-    engine: VllmEngine, weights: dict[int, Path]
+    engine: VllmEngine, tier_process: TierProcess, weights: dict[int, Path], drafts: bool
 ) -> None:
-    """Its KV was kept chunk by chunk; what comes back is that very KV, so the response goes on bitwise."""
+    """Its KV was kept chunk by chunk; what comes back is that very KV, so the response goes on bitwise. Drafts leave no
+    KV of a token that was not sampled.
+    """
     wanted = request("a", 20, sampling=replace(EVERYTHING, max_tokens=80))
     whole = response_of(engine, wanted)
+    if drafts:
+        tier_process.kill()
+        tier_process.start()
+        assert engine.tier is not None and engine.tier.up.wait(WAIT_S)
+        engine.load_weights(1, weights[1], None)
+        with guessed(engine, {"a": whole}) as guessing:
+            assert response_of(engine, wanted) == whole
+        assert guessing is not None and 0 < guessing.accepted_tokens < guessing.drafted_tokens
     settle(engine, weights)
     delivered = 55
     resumed = replace(
@@ -118,7 +130,8 @@ def test_a_request_whose_worker_died_computes_its_last_tokens_only(
         logprobs=tuple(whole.logprobs[:delivered]),
     )
     found_before, computed_before = found(engine), engine.load().reprefilled_tokens
-    assert response_of(engine, resumed) == whole
+    with guessed(engine, {"b": whole} if drafts else None):
+        assert response_of(engine, resumed) == whole
     kv_tokens = PROMPT_TOKENS + delivered - 1
     assert found(engine) - found_before == kv_tokens // CHUNK_TOKENS * CHUNK_TOKENS == 128
     assert engine.load().reprefilled_tokens - computed_before == kv_tokens - 128 == 26
