@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from dora.config.section import Section, VariableName
 from dora.data.engine_args import check_owned
 from dora.data.limits import (
+    Latency,
+    PositiveBytes,
     PositiveShare,
     Seconds,
     Share,
@@ -345,6 +347,11 @@ class HostConfig(Section):
         description="seconds from TERM, USR1 or Ctrl-C at a host until it ends: its requests leave meanwhile, with "
         "their KV; below the grace period of its scheduler",
     )
+    zone_link_bytes_per_s: PositiveBytes = Field(
+        125e6,
+        description="bandwidth between zones (`dora host --zone`): KV crosses only if that is faster than its prefill",
+    )
+    zone_link_latency_s: Latency = Field(0.05, description="time that a copy of KV between zones takes in addition")
 
 
 class TlsConfig(Section):

@@ -135,7 +135,7 @@ class Balance:
         if target is None or source is target or not self._takes_one(target):
             return
         if target.hosts == state.requests["version"][move.row]:
-            handoff.begin(state, move.row, target, self._reason)
+            handoff.move(state, move.row, source, target, self._reason)
 
     def relieve(self) -> None:
         """Searches for moves off vacating workers; again soon only if the last search found some, or might now."""

@@ -10,7 +10,7 @@ import numpy as np
 from dora.core.fleet.worker import Worker
 from dora.core.forecast.cost import CostModel
 from dora.core.groups.queues import Backlog, QueuedPrompt, WaitingRequests
-from dora.core.rules import admission, handoff, placement
+from dora.core.rules import admission, handoff, parking, placement
 from dora.core.state import State, unfinished
 from dora.core.table import Column
 from dora.errors import IllegalTransition
@@ -60,6 +60,24 @@ class Dispatcher:
         else:
             candidates = [worker for worker in hosts if worker.index in roomy]
         return [worker for worker in candidates if worker.rests_until_s <= state.now_s]
+
+    def token_s_on(self, worker: Worker) -> float:
+        """Seconds of a token on this worker's kind of machine, of late."""
+        return self._state.places.pace_s(worker.host, self.rates.pace_s)
+
+    def step_scale(self, worker: Worker) -> float:
+        """The duration of a step on this worker, as a multiple of ``cost``'s."""
+        return self._state.places.step_scale(worker.host)
+
+    def mean_scale(self) -> float:
+        """The scale of a worker that is as fast as the mean of all."""
+        workers = self._state.workers.values()
+        return len(workers) / sum(1.0 / self.step_scale(worker) for worker in workers) if self.are_unlike else 1.0
+
+    @property
+    def are_unlike(self) -> bool:
+        """Returns whether workers differ in speed or zone."""
+        return self._state.places.are_unlike
 
     def loading(self, version: int) -> int:
         return len(self._state.hosting.loading(version))
@@ -111,19 +129,24 @@ class Dispatcher:
         if worker.hosts != version:
             raise IllegalTransition(f"a request of version {version} cannot run on {worker.worker_id} (C1)")
         state, pool, home = self._state, self._state.pool_of(row), self._state.owner(row)
-        if home is not None and home is not worker and state.requests["rests_until_s"][row] <= state.now_s:
+        end, kv_tokens = home or pool, state.kv_of(row)
+        crosses = end is None or state.places.crosses(end.host, worker.host, kv_tokens)
+        rests = state.requests["rests_until_s"][row] > state.now_s
+        if home is not None and home is not worker and crosses and not rests:
             handoff.begin(state, row, worker)
             return
-        if home is not None and home is not worker:  # a move has failed lately
+        if home is not None and home is not worker:  # a move has failed lately, or its KV takes longer than its prefill
             handoff.send_back(state, row)
             home = None
         placement.leave_queue(state, row)
         if home is not None:
             placement.extend(state, row, worker)
-        elif pool is None:
-            placement.start(state, row, worker)
-        else:
+        elif pool is not None and crosses:
             handoff.resume(state, row, pool, worker)
+        else:
+            if pool is not None:
+                parking.forget(state, row)
+            placement.start(state, row, worker)
 
     def admit(
         self, entry: QueuedPrompt, version: int, rank: Callable[[QueuedPrompt, float], float] | None = None

@@ -298,6 +298,21 @@ class HostJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class HostDescribed:
+    """Describes a host's machine: how fast its workers are is measured by kind, and KV that leaves its zone is slow.
+
+    It may come before or after the host's workers, and again with other values. Undescribed hosts are of one kind, in
+    the service's zone.
+    """
+
+    host: str
+    kind: str = ""  # of machine, for example its GPU; hosts with the same one are equally fast
+    zone: str = ""  # hosts of one zone reach each other well; empty: the service's
+    kv_token_s: float = 0.0  # seconds to copy one token's KV into or out of the zone; 0: as within it
+    latency_s: float = 0.0  # of such a copy, in addition
+
+
+@dataclass(frozen=True, slots=True)
 class HostLost:
     """The host is lost, with its workers and its pool; their losses are separate events."""
 
@@ -531,6 +546,7 @@ Event = (
     | CommandDone
     | CopyBegan
     | HostJoined
+    | HostDescribed
     | HostLost
     | HostNoticed
     | VersionArrived

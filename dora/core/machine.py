@@ -230,6 +230,7 @@ _HANDLERS: dict[type, Callable[[State, Any], bool | None]] = {
     on.CommandDone: _done,
     on.CopyBegan: _copy_began,
     on.HostJoined: arrival.joined,
+    on.HostDescribed: lambda state, event: state.places.describe(event),
     on.HostLost: notice.lost,
     on.HostNoticed: notice.noticed,
     on.VersionArrived: _arrived,

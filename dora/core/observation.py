@@ -17,6 +17,7 @@ def view_of(state: State) -> View:
     groups = max(1, state.groups.used)
     start = np.where(status == DORMANT, state.rates.growth, status != SKIPPED)  # the chance that a request ever runs
     tokens, prompt_tokens = (float(start @ requests[name]) for name in ("expected", "prompt_tokens"))  # free rows are 0
+    workers, zones = _worker_columns(state)
     return View(
         now_s=state.now_s,
         step=window.step,
@@ -28,7 +29,7 @@ def view_of(state: State) -> View:
         group_tokens=tokens / groups,
         group_kv_tokens=(tokens + prompt_tokens) / groups,
         backlog_longest=state.backlog.lengths(),
-        workers=_worker_columns(state),
+        workers=workers,
         requests=RequestColumns(
             unfinished=_seen(requests, window),
             movable=_movable(state, status),
@@ -42,6 +43,8 @@ def view_of(state: State) -> View:
             log_sd=requests["log_sd"],
         ),
         state_tokens=state.state_tokens,
+        zones=zones,
+        crosses=state.places.crosses,
         pools=tuple(pool.free for pool in state.pools.values()),
     )
 
@@ -68,11 +71,13 @@ def _seen(requests: Table, window: Window) -> Column:
     return mask & ~np.isin(requests["version"], list(window.quarantined)) if window.quarantined else mask
 
 
-def _worker_columns(state: State) -> WorkerColumns:
+def _worker_columns(state: State) -> tuple[WorkerColumns, tuple[str, ...]]:
+    """The columns, and a host of each zone."""
     hosted, assigned = state.hosting.columns(len(state.worker_list)), state.loads.columns(state.worker_list)
     target, quarantined = hosted["target"], state.window.quarantined
     if quarantined:
         target[np.isin(target, list(quarantined))] = -1
+    scales, at, zones = _places(state)
     return WorkerColumns(
         alive=hosted["alive"].astype(bool),
         loaded=hosted["loaded"],
@@ -85,4 +90,19 @@ def _worker_columns(state: State) -> WorkerColumns:
         kv_expected=assigned["kv_expected"],
         kv_used=assigned["kv_used"],
         waiting=assigned["waiting"],
-    )
+        step_scale=scales,
+        zone=at,
+    ), zones
+
+
+def _places(state: State) -> tuple[Column, Column, tuple[str, ...]]:
+    """By index: the scale of steps and the number of the zone; and a host of each zone."""
+    places, workers = state.places, state.worker_list
+    if not places.are_unlike:
+        return np.ones(len(workers)), np.zeros(len(workers), np.int64), ("",)
+    default = next((worker.host for worker in workers if worker is not None), "")
+    hosts = [worker.host if worker is not None else default for worker in workers]
+    zones = {places.of(host).zone: host for host in hosts}
+    numbers = {zone: number for number, zone in enumerate(zones)}
+    at = np.array([numbers[places.of(host).zone] for host in hosts], np.int64)
+    return np.array([places.step_scale(host) for host in hosts]), at, tuple(zones.values())

@@ -11,6 +11,7 @@ from dora.config import Config
 from dora.core.commands import Command, RejectVersion, WorkerCommand
 from dora.core.fleet.hosting import Hosting
 from dora.core.fleet.loads import Loads
+from dora.core.fleet.places import Places
 from dora.core.fleet.pool import Pool
 from dora.core.fleet.worker import Worker
 from dora.core.forecast.adaptive import AdaptiveSize
@@ -144,6 +145,7 @@ class State:
         self.adaptive = AdaptiveSize(config.window) if config.window.is_adaptive else None
         self.predictor = PREDICTORS[config.balance.predictor]()
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
+        self.places = Places(self.cost)
         self.rates = Rates()
         self.freshness = Freshness(config.window.freshness)
         self.state_tokens = self.cost.state_tokens if self.cost is not None else 0
@@ -278,9 +280,16 @@ class State:
         return self.pool_list[index] if index >= 0 else None
 
     def pool_with(self, kv_tokens: int, host: str) -> Pool | None:
-        """The pool for so much KV: the one with the most room on this host, else on any, or None."""
+        """The pool for so much KV of this host: its own, else the one with the most room in its zone, else in a zone
+        that KV crosses to; or None.
+        """
         fit = (pool for pool in self.pools.values() if pool.free >= kv_tokens)
-        return max(fit, key=lambda pool: (pool.host == host, pool.free, -pool.index), default=None)
+        fit = (pool for pool in fit if self.places.crosses(host, pool.host, kv_tokens))
+
+        def preference(pool: Pool) -> tuple[bool, bool, int, int]:
+            return pool.host == host, self.places.are_near(host, pool.host), pool.free, -pool.index
+
+        return max(fit, key=preference, default=None)
 
     def names(self) -> Mapping[int, str]:
         """The ids of all requests by row, including those of evaluations."""

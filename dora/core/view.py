@@ -1,6 +1,6 @@
 """The view from which a plan is made: the core's state at one moment, as columns. Policies must not write to it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dora.core.forecast.cost import CostModel
@@ -23,6 +23,8 @@ class WorkerColumns:
     kv_expected: Column  # int64: in use once everything on its way has arrived
     kv_used: Column  # int64, as last reported
     waiting: Column  # int64, queued inside the engine, as last reported
+    step_scale: Column  # float64, duration of a step as a multiple of ``View.cost``'s
+    zone: Column  # int64, index of its zone in ``View.zones``
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class View:
     workers: WorkerColumns
     requests: RequestColumns
     state_tokens: int = 0  # room of a request's state in a pool, beside its context
+    zones: tuple[str, ...] = ("",)  # a host of each zone
+    crosses: Callable[[str, str, float], bool] = lambda one, other, kv_tokens: True  # see Places.crosses
     pools: tuple[int, ...] = ()  # room of each pool in tokens of KV; (): there is no pool
 
     def admits(self, version: int) -> bool:

@@ -1090,7 +1090,7 @@ class FleetAdvice(_message.Message):
     def __init__(self, act: _Optional[bool] = ..., hosts: _Optional[int] = ..., hosts_wanted: _Optional[int] = ..., reason: _Optional[str] = ..., leave_first: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostStatus(_message.Message):
-    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone", "leaves_in_s")
+    __slots__ = ("name", "epoch", "state", "workers", "workers_ready", "device", "capacity", "versions", "reason", "seen_at", "pid", "zone", "leaves_in_s", "kind", "speed")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -1104,6 +1104,8 @@ class HostStatus(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     ZONE_FIELD_NUMBER: _ClassVar[int]
     LEAVES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     state: str
@@ -1117,7 +1119,9 @@ class HostStatus(_message.Message):
     pid: int
     zone: str
     leaves_in_s: float
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., zone: _Optional[str] = ..., leaves_in_s: _Optional[float] = ...) -> None: ...
+    kind: str
+    speed: float
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., workers: _Optional[int] = ..., workers_ready: _Optional[int] = ..., device: _Optional[str] = ..., capacity: _Optional[_Union[HostCapacity, _Mapping]] = ..., versions: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ..., seen_at: _Optional[float] = ..., pid: _Optional[int] = ..., zone: _Optional[str] = ..., leaves_in_s: _Optional[float] = ..., kind: _Optional[str] = ..., speed: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("pool_id", "epoch", "state", "parked", "kv_tokens", "capacity_tokens", "memory_bytes", "memory_most_bytes", "spill_bytes", "spill_most_bytes", "pid", "host", "reason", "pinned_bytes")
@@ -1206,7 +1210,7 @@ class VersionStatus(_message.Message):
     def __init__(self, version: _Optional[int] = ..., deadline_step: _Optional[int] = ..., newest: _Optional[bool] = ..., workers: _Optional[int] = ..., groups_open: _Optional[int] = ..., groups_finished: _Optional[int] = ..., requests_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., sessions_idle: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel", "tokens_per_step")
+    __slots__ = ("worker_id", "epoch", "state", "version", "target_version", "running", "waiting", "slots", "kv_use", "tokens_per_s", "pid", "host", "reason", "tensor_parallel", "pipeline_parallel", "tokens_per_step", "kind", "speed")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -1223,6 +1227,8 @@ class WorkerStatus(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     state: str
@@ -1239,7 +1245,9 @@ class WorkerStatus(_message.Message):
     tensor_parallel: int
     pipeline_parallel: int
     tokens_per_step: float
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
+    kind: str
+    speed: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., version: _Optional[int] = ..., target_version: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., slots: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., reason: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., tokens_per_step: _Optional[float] = ..., kind: _Optional[str] = ..., speed: _Optional[float] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
     __slots__ = ("step", "committed_at", "mean_reward", "staleness_mean", "staleness_max", "tokens", "metrics", "took_s", "waited_s", "staleness_groups", "parts_s")

@@ -9,7 +9,7 @@ from dora.core.view import RequestColumns, View, WorkerColumns
 KV_TOKENS, SLOTS, PROMPT_TOKENS, MAX_TOKENS = 1000, 64, 10, 30_000
 
 
-def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> View:
+def make_view(workers: list[dict[str, Any]], requests: list[tuple[int, int, int]] = (), **fields: Any) -> View:
     """``workers``: loaded (= target) and what differs; ``requests``: (version, index, context), prompts of 10 tokens.
 
     Lengths are known, and all have ``remaining_tokens`` to come; or believed, with ``belief`` (log mean, log sd).
@@ -34,6 +34,8 @@ def make_view(workers: list[dict[str, int]], requests: list[tuple[int, int, int]
         kv_expected=kv,
         kv_used=kv,
         waiting=column("waiting"),
+        step_scale=np.array([row.get("step_scale", 1.0) for row in rows]),
+        zone=column("zone"),
     )
     newest = fields.pop("newest", max((row["loaded"] for row in rows), default=0))
     ones = np.ones(len(version), dtype=bool)

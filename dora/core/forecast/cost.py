@@ -25,15 +25,16 @@ tokens a step. The engine takes the ``d`` that is best for its batch (``worker/d
 and all times here are those in which each request gains one token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from dora.config import CostConfig
 from dora.core.table import Column
 from dora.data.limits import DRAFT_TOKENS_MAX
 
 Number = TypeVar("Number", float, Column)
+_OF_A_STEP: Final = ("kv_token_s", "weights_s", "request_s", "step_s", "prefill_token_s", "state_s", "draft_verify_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class CostModel:
     shared_fraction: float = 0.0  # share of all weights that every token reads: attention, embeddings, shared experts
     draft_acceptance: float = 0.0  # probability that a drafted token is accepted; 0: the engine drafts none
     draft_verify_s: float = 0.0  # seconds of a step to verify drafts at all
+    copy_latency_s: float = 0.0  # seconds of a copy of KV, however small: between two zones
 
     @classmethod
     def of(cls, config: CostConfig) -> "CostModel":
@@ -67,6 +69,15 @@ class CostModel:
         """The tokens whose KV takes as long to copy as a request's state, and as much room in a pool."""
         return round(self.copy_state_s / self.copy_token_s) if self.copy_token_s else 0
 
+    def scaled(self, scale: float) -> "CostModel":
+        """The cost of an engine whose steps and prefills take ``scale`` times as long. Copies take as long."""
+        return self if scale == 1.0 else _scaled(self, scale)
+
+    def across(self, kv_token_s: float, latency_s: float) -> "CostModel":
+        """The cost with copies over a link that takes ``kv_token_s`` for one token's KV, and ``latency_s`` besides."""
+        state_s = self.state_tokens * kv_token_s
+        return replace(self, copy_token_s=kv_token_s, copy_state_s=state_s, copy_latency_s=latency_s)
+
     def matmul_s(self, running: int) -> float:
         """The part of a step that depends only on the number of running requests."""
         if not running:
@@ -79,7 +90,7 @@ class CostModel:
 
     def copy_s(self, kv_tokens: float, requests: int = 1) -> float:
         """Seconds to copy the KV of so many tokens, and the states of so many requests, into or out of a pool."""
-        return self.copy_token_s * kv_tokens + self.copy_state_s * requests
+        return self.copy_latency_s + self.copy_token_s * kv_tokens + self.copy_state_s * requests
 
     def computed_s(self, tokens: int) -> float:
         """Seconds of a step that computes so many tokens, without their KV and whatever they yield.
@@ -104,6 +115,11 @@ class CostModel:
     def tokens_per_s(self, running: int, kv_tokens: float) -> float:
         """Generation throughput of one engine (eq. 12)."""
         return running / self.decode_step_s(running, kv_tokens) if running else 0.0
+
+
+@lru_cache(256)
+def _scaled(cost: CostModel, scale: float) -> CostModel:
+    return replace(cost, **{name: scale * getattr(cost, name) for name in _OF_A_STEP})
 
 
 @lru_cache(1 << 16)

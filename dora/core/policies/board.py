@@ -41,6 +41,7 @@ class Board:
     def __init__(self, view: View, targets: Mapping[int, int]) -> None:
         self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
         self._state_tokens = view.state_tokens
+        self._zones, self._crosses = view.zones, view.crosses
         self.pools = sorted(view.pools)  # free KV of each pool, the largest last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
@@ -75,6 +76,18 @@ class Board:
             self.stays & (self.workers.loaded == self.requests.version[row]) & (self.assigned < most_assigned)
         )
         return with_room & (self.kv + self.context[row] <= most_kv)
+
+    def near(self, row: int, indexes: Column) -> Column:
+        """Returns whether the request's KV would go to each of these workers (bool): to those of its zone, and to those
+        that it reaches faster than its prefill there takes. A move to another one is a prefill.
+        """
+        source = int(self.requests.worker[row])
+        if len(self._zones) < 2 or source < 0:
+            return np.ones(len(indexes), bool)
+        here, at = self._zones[self.workers.zone[source]], self.workers.zone[indexes]
+        goes = [self._crosses(here, there, float(self.context[row])) for there in self._zones]
+        found: Column = np.array(goes)[at]
+        return found
 
     def index_of(self, row: int) -> int:
         """The request's worker after the moves so far, or -1."""
@@ -134,8 +147,11 @@ class Board:
 
     def token_s(self, index: int) -> float:
         """Seconds of one decode step of this worker at its present load."""
-        assigned, kv_tokens = int(self.workers.assigned[index]), float(self.workers.kv_expected[index])
-        return (self.cost or TYPICAL).decode_step_s(assigned, kv_tokens)
+        return self.step_s(index, int(self.workers.assigned[index]), float(self.workers.kv_expected[index]))
+
+    def step_s(self, index: int, running: int, kv_tokens: float) -> float:
+        """Seconds of one decode step of this worker with such a load."""
+        return (self.cost or TYPICAL).decode_step_s(running, kv_tokens) * float(self.workers.step_scale[index])
 
     def take_off(self, row: int) -> None:
         """Takes the request off its worker, if it has one."""

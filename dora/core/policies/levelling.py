@@ -76,7 +76,7 @@ class _Levelling(Board):
                 row = self._longest_on(source) if self.assigned[source] - self.assigned[target] >= max(gap, 2) else None
                 if row is None or self.kv[target] + self.context[row] > self._room[target]:
                     break
-                if not self._gains(row, source, target):
+                if not self._gains(row, source, target) or not self.near(row, np.array([target]))[0]:
                     break
                 self.move(row, target)
 
@@ -93,7 +93,9 @@ class _Levelling(Board):
     def _roomiest(self, row: int) -> int | None:
         slots = self.workers.slots
         fits = self.with_room(row, self._queue * slots, np.where(self.assigned == 0, np.inf, self._room))
-        if not fits.any():
+        if (near := fits & self.near(row, np.arange(len(fits)))).any():
+            fits = near
+        elif not fits.any():
             return None
         return int(np.where(fits, slots - self.assigned, np.iinfo(np.int64).min).argmax())
 
@@ -114,6 +116,6 @@ class _Levelling(Board):
         """
         if self.cost is None or self.kv[source] > self._room[source]:
             return True
-        here_s = self.cost.decode_step_s(int(self.assigned[source]), float(self.kv[source]))
-        there_s = self.cost.decode_step_s(int(self.assigned[target]) + 1, float(self.kv[target] + self.context[row]))
+        here_s = self.step_s(source, int(self.assigned[source]), float(self.kv[source]))
+        there_s = self.step_s(target, int(self.assigned[target]) + 1, float(self.kv[target] + self.context[row]))
         return there_s < (1.0 - LEVEL_SHARE) * here_s

@@ -42,7 +42,8 @@ class StaleFlowPolicy(BasePolicy):
             if first is not None
             else 0
         )
-        return relative_gain(load_of(worker), tokens, dispatcher.cost) - MU
+        over = relative_gain(load_of(worker), tokens, dispatcher.cost) - MU
+        return over / dispatcher.step_scale(worker)  # tokens per second: the ideal worker is of the same kind
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
         return load_of(worker).takes(dispatcher.context_tokens(row))

@@ -96,11 +96,18 @@ class RoutingBoard(Board):
     def route(self, row: int, indexes: Iterable[int]) -> bool:
         """Routes the request to the one of ``indexes`` with the largest gain. Returns False if none reaches ``MU``."""
         tokens = int(self.context[row])
-        gains = [(relative_gain(self.load(index), tokens, self.cost), -index) for index in indexes]
-        gain, place = max(gains, default=(0.0, 0))
-        if gain < MU:
+        at = np.fromiter(indexes, np.int64)
+        near = self.near(row, at).tolist()
+        gains = [(relative_gain(self.load(index), tokens, self.cost), index) for index in at.tolist()]
+        scales = self.workers.step_scale
+        fit = [
+            (is_near, gain / scales[index], -index)
+            for is_near, (gain, index) in zip(near, gains, strict=True)
+            if gain >= MU
+        ]
+        if not fit:
             return False
-        self.move(row, -place)
+        self.move(row, -max(fit)[2])
         return True
 
     def clear(self, index: int) -> bool:

@@ -40,6 +40,19 @@ def begin(state: State, row: int, target: Worker | Pool, reason: str = SESSION) 
     _begin(state, kind, row, source, target, state.kv_of(row), reason)
 
 
+def move(state: State, row: int, source: Worker, target: Worker, reason: str) -> None:
+    """Moves a running request to another worker of its version, with its KV unless its prefill there is faster than the
+    way between their zones.
+    """
+    if state.places.crosses(source.host, target.host, state.kv_of(row)):
+        begin(state, row, target, reason)
+        return
+    send_back(state, row)
+    leave_queue(state, row)
+    start(state, row, target)
+    state.requests["moves"][row] += 1
+
+
 def resume(state: State, row: int, pool: Pool, target: Worker, reason: str = SLOT) -> None:
     """Asks ``target`` to accept a parked request that has just left its queue. ``reason`` is one of REASONS."""
     _begin(state, HandoffKind.RESUME, row, pool, target, _kv_in_pool(state, row), reason)

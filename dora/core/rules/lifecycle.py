@@ -76,7 +76,10 @@ def _finish(state: State, row: int) -> None:
     """Ends a response, or a turn of a session, which stays on its worker and in its handoff."""
     requests = state.requests
     tokens = int(requests["tokens"][row]) - int(requests["placed_tokens"][row])
-    state.rates.generated(tokens, state.now_s - float(requests["placed_s"][row]))
+    took_s = state.now_s - float(requests["placed_s"][row])
+    state.rates.generated(tokens, took_s)
+    if (home := state.owner(row)) is not None:
+        state.places.generated(home.host, tokens, took_s, home.assigned - home.waiting, home.kv_expected)
     if requests["session"][row]:
         worker = state.take_away(row)
         state.idles(row)

@@ -53,6 +53,7 @@ def noticed(state: State, event: on.HostNoticed) -> None:
 def lost(state: State, event: on.HostLost) -> bool:
     """Forgets a host, with its notice. Returns whether the core knew either."""
     had_notice = state.notices.pop(event.host, None) is not None
+    state.places.forget(event.host)
     return arrival.lost(state, event) or had_notice
 
 
@@ -98,9 +99,10 @@ def _moves(state: State, row: int, left_s: float, parks_running: bool) -> bool:
         return False
     is_running, is_idle = home is not None and row in home.rows, state.requests["status"][row] == IDLE
     stays_parked = parked_in is not None and is_idle
-    worker = None if stays_parked else _roomiest(state, row, kv_tokens, needs_slot=home is None or is_running)
+    host = home.host if home is not None else parked_in.host if parked_in is not None else ""
+    worker = None if stays_parked else _roomiest(state, row, host, left_s, needs_slot=home is None or is_running)
     may_park = worker is None and (parks_running or not is_running)
-    pool = state.pool_with(state.parked_kv_of(row), "") if may_park else None
+    pool = state.pool_with(state.parked_kv_of(row), host) if may_park else None
     if worker is not None and parked_in is not None:
         placement.leave_queue(state, row)
         handoff.resume(state, row, parked_in, worker, NOTICE)
@@ -111,14 +113,23 @@ def _moves(state: State, row: int, left_s: float, parks_running: bool) -> bool:
     return bool(worker or pool)
 
 
-def _roomiest(state: State, row: int, kv_tokens: int, *, needs_slot: bool) -> Worker | None:
-    """The worker of the request's version with the most free slots that has room for its KV."""
+def _roomiest(state: State, row: int, host: str, left_s: float, *, needs_slot: bool) -> Worker | None:
+    """The worker of the request's version with the most free slots that has room for its KV, of the host's zone if one
+    has.
+    """
     queue, pressure = 1 if state.pools else QUEUE_SLOTS, state.config.balance.pressure
+    kv_tokens, places = state.kv_of(row), state.places
     fit = [
         worker
         for worker in state.workers_of(int(state.requests["version"][row]))
         if (worker.assigned < queue * worker.slots or not needs_slot)
         and worker.rests_until_s <= state.now_s
         and (worker.is_empty or worker.kv_expected + kv_tokens <= pressure * worker.kv_tokens)
+        and places.crosses(host, worker.host, kv_tokens)
+        and places.link(host, worker.host).copy_s(kv_tokens) <= left_s
     ]
-    return max(fit, key=lambda each: (each.slots - each.assigned, -each.kv_expected, -each.index), default=None)
+
+    def preference(each: Worker) -> tuple[bool, int, int, int]:
+        return places.are_near(host, each.host), each.slots - each.assigned, -each.kv_expected, -each.index
+
+    return max(fit, key=preference, default=None)

@@ -331,7 +331,13 @@ def _set_aside(state: State, row: int, worker: Worker, *, moves: bool = False, d
 
 def _roomiest(state: State, row: int, source: Worker, context: int) -> Worker | None:
     workers = state.workers_of(int(state.requests["version"][row]))
-    fit = [worker for worker in workers if worker is not source and _free(state, worker) >= context]
+    fit = [
+        worker
+        for worker in workers
+        if worker is not source
+        and _free(state, worker) >= context
+        and state.places.crosses(source.host, worker.host, context)
+    ]
     return max(fit, key=lambda worker: (_free(state, worker), -worker.index), default=None)
 
 

@@ -12,13 +12,18 @@ from dora.lab.sim.agenda import Agenda, Links
 from dora.lab.sim.ledger import SimLedger
 from dora.lab.sim.partial import window_steps
 from dora.lab.sim.pool import SimPool
-from dora.lab.sim.scenario import Scenario
+from dora.lab.sim.scenario import EngineKind, Scenario
 from dora.lab.sim.worker import SimSnapshot, SimWorker
 from dora.lab.sim_engine.engine import EnginePhase, SimRequest
 
 Order = tuple[do.WorkerCommand, SimRequest | None]  # a start or extension comes with the service's part of the response
 
 REPORTS_A_PERIOD = 2  # full reports of every running request between two periodic plans
+
+
+def number_of(name: str) -> int:
+    """The number in the name of a worker or pool."""
+    return int("".join(filter(str.isdigit, name)))
 
 
 class WorkerDriver(Agenda, ABC):
@@ -39,6 +44,10 @@ class WorkerDriver(Agenda, ABC):
         self.bad_weights: set[int] = set()  # versions whose present weights no worker can reproduce
         self._links = Links(scenario.cluster.link_bytes_per_s, scenario.cluster.link_latency_s)
         self._pool_links = Links(scenario.cluster.pool_bytes_per_s, scenario.cluster.link_latency_s)
+        cluster = scenario.cluster
+        between_bytes_per_s = cluster.zone_link_bytes_per_s or cluster.link_bytes_per_s
+        self._zone_links = Links(between_bytes_per_s, cluster.link_latency_s + cluster.zone_link_latency_s)
+        self.crossed_bytes = 0.0  # KV from one zone to another
 
     @abstractmethod
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
@@ -55,7 +64,15 @@ class WorkerDriver(Agenda, ABC):
         cluster = self.scenario.cluster
         links = self._pool_links if source in self.pools or target in self.pools else self._links
         size_bytes = tokens * cluster.kv_token_bytes + is_last * cluster.state_bytes
+        here, there = (self.kind_of(end).zone for end in (source, target))
+        if here != there:
+            self.crossed_bytes += size_bytes
+            return self._zone_links.copy_s(here, there, size_bytes, self.now_s)
         return links.copy_s(source, target, size_bytes, self.now_s)
+
+    def kind_of(self, name: str) -> EngineKind:
+        """The kind of a worker, or of the worker beside a pool."""
+        return self.scenario.cluster.kind_of(number_of(name))
 
     def load_s(self) -> float:
         return self.scenario.cluster.load_s

@@ -16,7 +16,7 @@ import numpy as np
 from dora.core.forecast.cost import CostModel, context_work
 from dora.errors import InvalidValue
 from dora.lab.planning.generation import bound_s
-from dora.lab.sim.scenario import Scenario, SimTurns, Workload
+from dora.lab.sim.scenario import Cluster, Scenario, SimTurns, Workload
 from dora.lab.sim.tasks import TaskShape, mixed_tokens, shapes_of
 from dora.lab.sim.workload import Moments, moments
 from dora.lab.sim.world import World
@@ -38,9 +38,18 @@ def expected_bound_s(scenario: Scenario) -> float:
 
 
 def bound_of_s(scenario: Scenario, tokens: float, context_tokens: float) -> float:
-    """Bubble-free time of this work on the scenario's cluster (engine time >= k1 C + k3 N + k4 S)."""
-    cluster = scenario.cluster
-    return bound_s(cluster.cost, cluster.slots, cluster.kv_tokens, tokens, context_tokens, cluster.engines)
+    """Bubble-free time of this work on the scenario's cluster (engine time >= k1 C + k3 N + k4 S). Each kind of engines
+    does an equal share of it for its capacity.
+    """
+    return _shared_s(scenario.cluster, CostModel.of(scenario.cluster.cost), tokens, context_tokens)
+
+
+def _shared_s(cluster: Cluster, cost: CostModel, tokens: float, context_tokens: float) -> float:
+    alone = [
+        bound_s(cost.scaled(kind.step_scale), kind.slots, kind.kv_tokens, tokens, context_tokens, kind.engines)
+        for kind in cluster.engines_by_kind
+    ]
+    return 1.0 / sum(1.0 / each for each in alone) if all(alone) else 0.0
 
 
 def check_extent(scenario: Scenario) -> None:
@@ -136,7 +145,7 @@ def _alone(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
 def _generated_s(scenario: Scenario, cost: CostModel, of_one: Moments, responses: float, tail_tokens: float) -> float:
     cluster, before_tokens = scenario.cluster, of_one.prompt_tokens + of_one.answer_tokens
     n_tokens, c_tokens = of_one.generated_tokens(responses), of_one.context_tokens(responses)
-    batch_s = bound_s(cost, cluster.slots, cluster.kv_tokens, n_tokens, c_tokens, cluster.engines)
+    batch_s = _shared_s(cluster, cost, n_tokens, c_tokens)
     return batch_s + tail_tokens * cost.matmul_s(1) + cost.kv_token_s * context_work(tail_tokens, round(before_tokens))
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from dora.config import BalanceConfig, CostConfig, Section, WindowConfig
 from dora.core.forecast.cost import CostModel
 from dora.data.limits import (
+    COUNT_MAX,
     GROUPS_MAX,
     KV_TOKENS_MAX,
     PROMPT_TOKENS_MAX,
@@ -63,6 +64,17 @@ def not_lognormal(kind: str) -> str:
     return f"lengths.kind is {kind}, and only lognormal has it"
 
 
+class EngineKind(Section):
+    """Engines on one kind of machine, in one zone. The cluster's engines are numbered kind by kind."""
+
+    name: str = Field("", max_length=64, description="of the kind; machines with the same name are alike")
+    engines: Count = Field(1, description="workers of this kind; those of all kinds are the cluster's")
+    step_scale: Scale = Field(1.0, description="duration of a step and of a prefill, as a multiple of cluster.cost")
+    slots: int = Field(0, ge=0, le=COUNT_MAX, description="requests one engine decodes at once; 0: cluster.slots")
+    kv_tokens: int = Field(0, ge=0, le=KV_TOKENS_MAX, description="KV cache of one engine; 0: cluster.kv_tokens")
+    zone: str = Field("", max_length=64, description="where these machines are; empty: where the service is")
+
+
 class Cluster(Section):
     """Accelerators, engines and links."""
 
@@ -80,6 +92,11 @@ class Cluster(Section):
     )
     link_bytes_per_s: PositiveBytes = Field(50e9, description="KV between two engines")
     link_latency_s: Latency = Field(0.001, description="control message, one way")
+    zone_link_bytes_per_s: Bytes = Field(
+        0.0, description="KV between two zones, over one link in each direction; 0: as between two engines of one"
+    )
+    zone_link_latency_s: Latency = Field(0.0, description="control message or KV from one zone to another, in addition")
+    kinds: tuple[EngineKind, ...] = Field((), description="kinds of engines; none: all are alike")
     hosts: int = Field(
         0, ge=0, le=1 << 16, description="machines that engines and pools share in turn; 0: no machine ends as a whole"
     )
@@ -94,6 +111,21 @@ class Cluster(Section):
     @property
     def engines(self) -> int:
         return (self.gpus if self.colocated else self.rollout_gpus) // self.gpus_per_engine
+
+    @property
+    def engines_by_kind(self) -> tuple[EngineKind, ...]:
+        """The engines by kind, each with its own slots and KV."""
+        kinds = self.kinds or (EngineKind(engines=max(1, self.engines)),)
+        sizes = [{"slots": each.slots or self.slots, "kv_tokens": each.kv_tokens or self.kv_tokens} for each in kinds]
+        return tuple(each.model_copy(update=size) for each, size in zip(kinds, sizes, strict=True))
+
+    def kind_of(self, number: int) -> EngineKind:
+        """The kind of the engine with this number. Engines beyond the cluster's are of the last kind."""
+        for kind in self.engines_by_kind:
+            if number < kind.engines:
+                return kind
+            number -= kind.engines
+        return self.engines_by_kind[-1]
 
     @property
     def train_gpus(self) -> int:
@@ -123,6 +155,9 @@ class Cluster(Section):
             held = f"{self.weights_bytes / 1e9:.1f} GB of weights and the KV of {self.kv_tokens:,} tokens"
             allowed = f"at least {least}, with {self.gpu_memory_bytes / 1e9:.0f} GB each: {held} do not fit into less"
             raise InvalidValue("cluster.gpus_per_engine", self.gpus_per_engine, allowed)
+        of_kinds = sum(kind.engines for kind in self.kinds)
+        if self.kinds and of_kinds != self.engines:
+            raise InvalidValue("cluster.kinds", f"{of_kinds} engines", f"the {self.engines} engines of the cluster")
         return self
 
 

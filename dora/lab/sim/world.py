@@ -20,7 +20,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.forecast.cost import CostModel
 from dora.lab.sim import partial
-from dora.lab.sim.driver import Order, WorkerDriver
+from dora.lab.sim.driver import Order, WorkerDriver, number_of
 from dora.lab.sim.ledger import SimResponse, Violation
 from dora.lab.sim.pool import SimPool, lost
 from dora.lab.sim.scenario import Scenario
@@ -121,6 +121,8 @@ class World(WorkerDriver):
         }
         self.trainer.attach()
         for index in range(scenario.cluster.engines):
+            if scenario.cluster.kinds:
+                self.post(self._described(f"w{index}"))
             self.join(f"w{index}")
         for index in range(scenario.cluster.pools if scenario.cluster.pool_tokens else 0):
             self.join_pool(f"pool-{index}")
@@ -186,14 +188,15 @@ class World(WorkerDriver):
 
     def join(self, worker_id: str) -> SimWorker:
         """A new epoch of a worker, empty and without weights."""
-        cluster = self.scenario.cluster
         self._epochs += 1
-        worker = SimWorker(worker_id, self._epochs, SimEngine(self.cost, cluster.slots, cluster.kv_tokens))
+        kind = self.kind_of(worker_id)
+        engine = SimEngine(self.cost.scaled(kind.step_scale), kind.slots, kind.kv_tokens)
+        worker = SimWorker(worker_id, self._epochs, engine)
         worker.full_precision = worker_id in self.in_full_precision
         worker.engine.clock_s = self.now_s
         worker.engine.paused = self.trainer.holds_gpus
         self.workers[worker_id] = worker
-        joined = on.WorkerJoined(worker_id, worker.epoch, cluster.slots, cluster.kv_tokens, self.host_of(worker_id))
+        joined = on.WorkerJoined(worker_id, worker.epoch, kind.slots, kind.kv_tokens, self.host_of(worker_id))
         self.post(replace(joined, full_precision=worker.full_precision))
         self.after(self.report_period_s * (0.5 + 0.5 * (self._epochs % 16) / 16), self._report, worker)
         return worker
@@ -208,8 +211,14 @@ class World(WorkerDriver):
 
     def host_of(self, name: str) -> str:
         """The machine of a worker or pool; empty without machines."""
-        hosts = self.scenario.cluster.hosts
-        return f"h{int(name.lstrip('pol-w')) % hosts}" if hosts else ""
+        hosts, kinds = self.scenario.cluster.hosts, self.scenario.cluster.kinds
+        number = number_of(name)
+        return f"h{number % hosts}" if hosts else f"{self.kind_of(name).name}-{number}" if kinds else ""
+
+    def _described(self, name: str) -> on.HostDescribed:
+        cluster, kind = self.scenario.cluster, self.kind_of(name)
+        token_s = cluster.kv_token_bytes / cluster.zone_link_bytes_per_s if cluster.zone_link_bytes_per_s else 0.0
+        return on.HostDescribed(self.host_of(name), kind.name, kind.zone, token_s, cluster.zone_link_latency_s)
 
     def notice(self, host: str, within_s: float, away_s: float) -> None:
         """Takes a machine: its workers and pools end ``within_s`` from now, and come again after ``away_s``."""

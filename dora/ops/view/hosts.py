@@ -53,6 +53,12 @@ HOST_COLUMNS: Final[Sequence[Column[HostStatus]]] = (
         rank=1,
     ),
     Column("GPUs", "found by its driver", lambda row: f"{len(row.capacity.gpus):,}", rank=2),
+    Column(
+        "speed",
+        "of its workers' steps, measured by kind of machine, as a multiple of that of `balance.cost`",
+        lambda row: f"{row.speed:.2f}" if row.speed else NONE,
+        rank=3,
+    ),
     Column("epoch", "number of the join, over all hosts; 0: the service's own", lambda row: f"{row.epoch:,}", rank=3),
     Column("pid", "its agent's process", lambda row: str(row.pid or NONE), rank=4),
 )

@@ -106,6 +106,15 @@ DRAFTS: Final[Column[WorkerStatus]] = Column(
     lambda worker: f"{worker.tokens_per_step:.2f}" if worker.tokens_per_step else NONE,
     rank=2,
 )
+KIND: Final[Sequence[Column[WorkerStatus]]] = (
+    Column("kind", "of its machine; shown if they differ", lambda worker: worker.kind or NONE, words=True, rank=2),
+    Column(
+        "speed",
+        "of its steps, measured, as a multiple of that of `balance.cost`; shown if kinds differ",
+        lambda worker: f"{worker.speed:.2f}" if worker.speed else NONE,
+        rank=2,
+    ),
+)
 RANKS: Final[Column[WorkerStatus]] = Column(
     "ranks",
     "processes of its engine, as tensor times pipeline parallelism; shown if a worker has several",
@@ -292,6 +301,7 @@ def versions_table(status: Status) -> Sheet[VersionStatus]:
 def workers_table(workers: Sequence[WorkerStatus]) -> Sheet[WorkerStatus]:
     """Shows workers in the given order, and below them the reasons of losses."""
     more = [RANKS] if any(map(ranks, workers)) else []
+    more += KIND if len({worker.kind for worker in workers if worker.speed}) > 1 else []
     more += [DRAFTS] if any(worker.tokens_per_step for worker in workers) else []
     there, left = without_drained(workers)
     notes = [*_reasons(there), *([f"left, as was asked: {_listed(left)}"] if left else [])]

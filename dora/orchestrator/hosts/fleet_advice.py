@@ -71,10 +71,10 @@ class FleetAdvice:
         return dict(joined), own
 
     def _leave_first(self, joined: dict[str, list[Worker]]) -> list[str]:
-        """Returns the hosts without an evaluation, those with the least KV first."""
+        """Returns the hosts without an evaluation: the slowest kind first, then those with the least KV."""
         free = [
-            (sum(worker.kv_expected for worker in workers), name)
+            (-self._state.places.step_scale(name), sum(worker.kv_expected for worker in workers), name)
             for name, workers in joined.items()
             if not any(evaluation.keeps(self._state, worker) for worker in workers)
         ]
-        return [name for _, name in sorted(free)]
+        return [name for *_, name in sorted(free)]

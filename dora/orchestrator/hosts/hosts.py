@@ -85,6 +85,8 @@ class Hosts:
         self._epochs = 0
         self._tokens: ServiceTokens | None = None
         self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
+        self._described: dict[str, on.HostDescribed] = {}  # as the core knows them
+        self._own_kind = ""  # of the service's own machine
         self._opened = asyncio.Event()
         self.folder: Path = Path("/")
         self.kept_versions = 0  # of an earlier incarnation, whose window may have been wider
@@ -119,6 +121,7 @@ class Hosts:
         self._hosts[LOCAL] = Host(LOCAL, launcher)
         self._tokens = tokens
         self.folder = folder
+        self._own_kind = _kind_of(capacity_to_wire(folder))
 
     def open_relay(self, listen_host: str, oldest: int = 0, tls: Contexts | None = None) -> None:
         """Opens the relay of the service's own host at this address, after which hosts may join.
@@ -279,6 +282,7 @@ class Hosts:
             ended = self._sessions.end(name)
             if ended is not None:
                 self._sessions.lose(ended, f"its host {host} is lost: {reason}")
+        self._described.pop(host, None)
         self._post(on.HostLost(host))
 
     def _keep_lost(self, shown: pb.HostStatus) -> None:
@@ -289,6 +293,7 @@ class Hosts:
     def look(self, limit_s: float) -> None:
         """Ends hosts that are silent or obey no order, and distributes versions again that did not arrive."""
         self._distributor.remind()
+        self._describe()
         if self._expected_s is None:
             self._expected_s = awake_s()
         elif self._expected is not None and awake_s() - self._expected_s > limit_s:
@@ -495,6 +500,19 @@ class Hosts:
         host = self._hosts.get(name)
         return None if host is None else self._status(host)
 
+    def _describe(self) -> None:
+        """Tells the core of each host's machine and of the links between zones, at first and when that has changed."""
+        link, token_bytes = self._config.host, self._sessions.kv_token_bytes()
+        for host in self._hosts.values():
+            session = host.session
+            zone = "" if session is None else session.zone
+            kind = self._own_kind if session is None else _kind_of(session.capacity)
+            token_s = token_bytes / link.zone_link_bytes_per_s
+            event = on.HostDescribed(host.name, kind, zone, token_s, link.zone_link_latency_s)
+            if self._described.get(host.name) != event:
+                self._described[host.name] = event
+                self._post(event)
+
     def session(self, name: str) -> HostSession | None:
         """Returns the connection of a host's agent, or None if it is not connected or is the service's own host."""
         host = self._hosts.get(name)
@@ -535,8 +553,11 @@ class Hosts:
 
     def _status(self, host: Host) -> pb.HostStatus:
         session, workers = host.session, self._state.workers.values()
+        places = self._state.places
         shown = pb.HostStatus(
             name=host.name,
+            kind=places.of(host.name).kind,
+            speed=1.0 / places.step_scale(host.name),
             state=_state_of(host),
             workers=len(host.launcher.workers),
             workers_ready=sum(worker.host == host.name and worker.loaded >= 0 for worker in workers),
@@ -560,6 +581,11 @@ class Hosts:
 
     def _remote(self) -> Iterator[Host]:
         return (host for host in self._hosts.values() if host.session is not None)
+
+
+def _kind_of(capacity: pb.HostCapacity) -> str:
+    """The models of a machine's GPUs, each once."""
+    return ", ".join(sorted(set(capacity.gpus)))
 
 
 def _state_of(host: Host) -> str:

@@ -190,6 +190,8 @@ class ServiceStatus:
             tensor_parallel=session.capability.tensor_parallel if session else 0,
             pipeline_parallel=session.capability.pipeline_parallel if session else 0,
             tokens_per_step=session.load.tokens_per_step if session else 0.0,
+            kind=self._core.state.places.of(worker.host).kind,
+            speed=1.0 / self._core.state.places.step_scale(worker.host),
         )
 
     def _pools(self, hosts: Sequence[pb.HostStatus]) -> list[pb.PoolStatus]:

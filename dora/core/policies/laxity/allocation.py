@@ -68,7 +68,7 @@ class Allocation:
         """The moves for these targets, and the reserved workers among those that keep their version."""
         view, schedule = self._view, self._schedule
         reserved = ReservedWorkers.none(view)
-        if schedule is not None and schedule.hurried:
+        if schedule is not None and (schedule.hurried or len(np.unique(view.workers.step_scale)) > 1):
             stays = staying(view, targets)
             reserved = reserve(view, stays, schedule.end_s, schedule.reserved_fill)
         later = np.zeros(len(view.requests.tokens))

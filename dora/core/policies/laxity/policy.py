@@ -59,6 +59,8 @@ class LaxityPolicy(BasePolicy):
         return min(share, (most - max(self._forecast(dispatcher, worker))) / worker.kv_tokens)
 
     def fits(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        if dispatcher.are_unlike and self._waits_for_faster(dispatcher, row, worker):
+            return False
         if worker.is_empty:
             return True
         requests, context, most = dispatcher.requests, dispatcher.context_tokens(row), self._most(worker)
@@ -74,6 +76,22 @@ class LaxityPolicy(BasePolicy):
             return False
         self._forecasts[worker.index] = forecast
         return True
+
+    def _waits_for_faster(self, dispatcher: Dispatcher, row: int, worker: Worker) -> bool:
+        """Returns whether the response would be late on this worker and a faster one of its version has room."""
+        schedule, requests, version = self._reservations.schedule, dispatcher.requests, worker.hosts
+        if schedule is None:
+            return False
+        left = max(1, int(requests["expected"][row]) - int(requests["tokens"][row]))
+        token_s, left_s = dispatcher.token_s_on(worker), schedule.end_s(version) - dispatcher.now_s
+        if TUNING.safety * token_s * left <= left_s:
+            return False
+        context = dispatcher.context_tokens(row)
+        return any(
+            dispatcher.token_s_on(other) < TUNING.faster * token_s
+            and self.room(dispatcher, other) * other.kv_tokens >= context
+            for other in dispatcher.candidates(version)
+        )
 
     def ration(self, dispatcher: Dispatcher, version: int) -> int | None:
         """An even share if KV is ample. If it is short, the first worker that has the version is filled."""

@@ -44,6 +44,7 @@ class Reservations:
         self._log_sd = 0.0  # uncertainty of lengths: the mean standard deviation of their logarithms
         self._most_tokens = 0.0  # the most tokens that a response is expected to reach
         self.token_s = 0.0  # seconds per token
+        self._fastest_s = 0.0  # the same on the fastest kind of machine
         self.believed = False  # lengths of some unfinished requests are predictions
         self.schedule: Schedule | None = None  # None: step and token times are unknown
         self.last = Last()
@@ -62,7 +63,9 @@ class Reservations:
     def observe(self, dispatcher: Dispatcher) -> None:
         """Rebuilds only the schedule if it is old. The forecast takes many times as long."""
         if dispatcher.rates.step_s and dispatcher.rates.pace_s and self._stale(dispatcher):
-            self.token_s = TUNING.safety * dispatcher.rates.pace_s
+            self.token_s = self._fastest_s = TUNING.safety * dispatcher.rates.pace_s
+            if dispatcher.are_unlike:
+                self._fastest_s = TUNING.safety * min(map(dispatcher.token_s_on, dispatcher.workers()))
             self.schedule = schedule_of(dispatcher)
 
     def _stale(self, dispatcher: Dispatcher) -> bool:
@@ -92,9 +95,9 @@ class Reservations:
         return min(reach, max(limit, reach / exp(TUNING.outmost_sd * self._log_sd)))
 
     def reach_tokens(self, dispatcher: Dispatcher, version: int) -> float:
-        """The longest response that can begin now and end by its version's deadline."""
+        """The longest response that can begin now and end by its version's deadline on the fastest kind of machine."""
         assert self.schedule is not None
-        return (self.schedule.end_s(version) - dispatcher.now_s) / self.token_s
+        return (self.schedule.end_s(version) - dispatcher.now_s) / self._fastest_s
 
     def reserve(self, version: int, entry: QueuedPrompt, late: bool = False) -> bool:
         """Reserves KV for a prompt's group if it fits from now to its end. Returns whether it did.

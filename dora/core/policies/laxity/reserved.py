@@ -121,7 +121,8 @@ def reserve(view: View, stays: Column, end_s: Callable[[int], float], fill: floa
         if len(free):
             full_s = cost.decode_step_s(max(1, int(workers.assigned[free].mean())), float(found.cap[free].mean()))
             left_s = end_s(version) - view.now_s
-            late = np.flatnonzero((versions == version) & (left_s / remaining < full_s))
+            own_s = full_s * workers.step_scale[requests.worker[rows]]
+            late = np.flatnonzero((versions == version) & (left_s / remaining < own_s))
             far = _Far.of(requests, rows[late], remaining[late], left_s, cost.matmul_s(1))
             _open(found, view, cost, far, free, TUNING.least_fill * fill)
     return found
@@ -157,9 +158,12 @@ def _open(found: ReservedWorkers, view: View, cost: CostModel, far: _Far, free: 
         if not opened or opened[-1].load + share > opened[-1].kv_tokens:
             if not len(free):
                 break
-            at = _where_most_are(far.indexes[place:], far.shares[place:], least_fill * kv_tokens, free)
-            index, free = int(free[at]), np.delete(free, at)
-            opened.append(_reserved(index, needed_s, cost, view, float(found.cap[index]), least_fill * part))
+            scales = view.workers.step_scale[free]
+            fastest = free[scales == scales.min()]
+            at = _where_most_are(far.indexes[place:], far.shares[place:], least_fill * kv_tokens, fastest)
+            index = int(fastest[at])
+            free, own = free[free != index], cost.scaled(float(view.workers.step_scale[index]))
+            opened.append(_reserved(index, needed_s, own, view, float(found.cap[index]), least_fill * part))
         opened[-1].load += share
     for worker in opened:
         worker.load = 0.0

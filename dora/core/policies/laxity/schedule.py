@@ -156,7 +156,8 @@ def _haste(dispatcher: Dispatcher, workers: int) -> Haste | None:
         (worker.slots, TUNING.fill * dispatcher.kv_tokens() / workers),
         dispatcher.window.size - TUNING.margin_step,
     )
-    return Haste(mix, dispatcher.cost, most, workers, dispatcher.window.groups_per_step, lifetime_steps)
+    cost = dispatcher.cost.scaled(dispatcher.mean_scale())
+    return Haste(mix, cost, most, workers, dispatcher.window.groups_per_step, lifetime_steps)
 
 
 def _longest_remaining(dispatcher: Dispatcher) -> dict[int, float]:

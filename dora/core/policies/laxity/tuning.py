@@ -20,6 +20,8 @@ class Tuning:
     shortest_step: float = 0.8  # of the mean step: a series of short prompts must not exclude the long ones
     # training after a step's last group; a longer one means that the trainer was behind, which is not repeated
     tail_step: float = 0.12
+    # unlike machines: a worker counts as faster if a token takes at most this share of its time on another
+    faster: float = 0.9
     # the schedule: shares of the workers that the newest and the due version have together
     head_share: float = 0.3  # of the newest version from its start: its long responses begin then
     tail_share: float = 0.3  # of the due version until its end: its long responses end then

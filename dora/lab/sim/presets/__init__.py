@@ -25,7 +25,10 @@ from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.tasks import mixed_tokens, shapes_of
 from dora.lab.sim.workload import moments
 
-NAMES: Final = ("dora-64", "dora-128", "longcat-4096", "fleet-1024", "agent-64", "agent-1024", "hybrid-64", "small")
+NAMES: Final = (
+    *("dora-64", "dora-128", "longcat-4096", "fleet-1024", "agent-64", "agent-1024", "hybrid-64", "two-kinds-64"),
+    "small",
+)
 LISTED_BY: Final = "dora simulate presets"  # command that lists them
 OWN_PERIODS_S: Final = {"laminar": 5.0}  # period of its repacking check ("Laminar", section 5.1)
 # Strategies that train a step only when it is complete, as does any that shares accelerators with the trainer.
