@@ -1,12 +1,22 @@
-"""What machines cost that a scheduler takes and gives back, in the simulator, which drives the service's own core.
+"""What machines cost that a scheduler takes and gives back.
 
-    python perf/cluster.py [--only notice spot] [--hours 2] [--json]
+    python perf/cluster.py [--only notice spot join] [--hours 2] [--json]
+    PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
 
+In the simulator, which drives the service's own core:
 notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after the other, on links of 10 GB/s. Counts
 what becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost.
 spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a
 step, of 24 machines, beside that of the same machines undisturbed. Generation is the bottleneck of both.
 The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
+
+With real processes (perf/cluster_real.py):
+join: 64 hosts join one service, which is a process of its own. Four processes that have imported everything speak for
+the hosts, each with the code and the connection of `dora host`, and the model, but no worker. Then the 16 hosts of one
+process are killed, and those of another stop. Times are to the service's status; its CPU seconds are printed, too.
+slurm: nodes of a real Slurm on this machine, each a host with a worker, whose engine is a fake one of a fixed pace. By
+turns of four minutes all is undisturbed, and a job of more rank takes a node every 60 s for 30 s, with 30 s of notice.
+The time of a step in both kinds of turns, for so many minutes of each.
 """
 
 import argparse
@@ -14,6 +24,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import cluster_real
 
 from dora.config import WindowConfig
 from dora.core import commands as do
@@ -146,13 +158,21 @@ def _world(found: Scenario) -> World:
     return world
 
 
-FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {"notice": notice, "spot": spot}
+FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
+    "notice": notice,
+    "spot": spot,
+    "join": cluster_real.join,
+    "slurm": cluster_real.slurm,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=list(FIGURES))
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "join"])
     parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")
+    parser.add_argument("--hosts", type=int, default=64, help="for join")
+    parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
+    parser.add_argument("--nodes", type=int, default=12, help="for slurm: that run hosts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with collecting_rarely():

@@ -165,9 +165,13 @@ class Client:
 
 @dataclass(slots=True)
 class Patience:
-    """Retry delays of a client, from ``first_s`` to ``longest_s`` and ``total_s`` in all. Progress resets them."""
+    """Retry delays of a client, from ``first_s`` to ``longest_s`` and ``total_s`` in all. Progress resets them.
+
+    ``field`` is the client's setting of ``total_s``, which its error names.
+    """
 
     total_s: float
+    field: str = "connect_s"
     first_s: float = 0.05
     longest_s: float = 5.0
     _next_s: float = 0.0
@@ -187,7 +191,7 @@ class Patience:
         wait_s = self._next_s
         if now_s + wait_s > self._until_s:
             said = f"not reachable for {self.total_s:g} s: {error}"
-            raise ServiceUnavailable(said, "connect_s", self.total_s) from error
+            raise ServiceUnavailable(said, self.field, self.total_s) from error
         self._next_s = min(2 * wait_s, self.longest_s)
         return wait_s
 

@@ -93,7 +93,7 @@ class TrainerSession:
         that is not printable ASCII, and for TLS files that cannot be used.
         """
         self.connection = Connection(address, token, max_message_bytes, tls)
-        self.patience = Patience(reconnect_s)
+        self.patience = Patience(reconnect_s, "reconnect_s")
         self.replay = replay
         self._name = name
         self._take_over = take_over

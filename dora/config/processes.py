@@ -342,6 +342,11 @@ class ServiceConfig(Section):
 class HostConfig(Section):
     """Machines that join (`dora host`)."""
 
+    lease_s: Timeout = Field(
+        4.0,
+        description="a host is lost if it is silent for so long: agent, workers and pool; a silent agent alone counts "
+        "by workers.silence_timeout_s",
+    )
     notice_s: Timeout = Field(
         60.0,
         description="seconds from TERM, USR1 or Ctrl-C at a host until it ends: its requests leave meanwhile, with "

@@ -77,6 +77,7 @@ def settings_in(setting: Setting, state: Path) -> dict[str, Any]:
         workers__max_model_len_tokens=512,
         workers__restarts=10_000,
         workers__silence_timeout_s=setting.silence_s,
+        host__lease_s=setting.silence_s,
         workers__stall_timeout_s=2 * setting.silence_s,
         service__prompts_queued_max=4096,
         **({"service__trainer_stall_timeout_s": TRAINER_STALL_S} if setting.has_alerts else {}),

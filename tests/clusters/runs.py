@@ -33,7 +33,10 @@ class Run:
     ) -> None:
         self.file, self.shared, self.address = at / "run.toml", at / "shared", free_address()
         self._python, self._environment = python, environment
-        self.record = at / "record" if engine == "vllm" else ""
+        is_real = engine == "vllm"
+        self.record = at / "record" if is_real else ""
+        self._own = set() if is_real else {"local"}  # hosts with workers, beside those that join
+        self._start_s = 600.0 if is_real else 150.0  # engines share two cores
         port = int(self.address.rpartition(":")[2])
         values = {"folder": str(self.shared), "hosts": 1, "workers": 1, "port": port, **table}
         lines = "\n".join(f"{name} = {toml_of(value)}" for name, value in values.items())
@@ -45,14 +48,14 @@ class Run:
             size = 2
             [rollout]
             group_size = 4
-            max_tokens = 600
+            max_tokens = {100 if is_real else 600}
             ignore_eos = true
             [workers]
             engine = "{engine}"
-            count = 1
+            count = {len(self._own)}
             slots = 8
             kv_tokens = 16384
-            max_model_len_tokens = 2048
+            max_model_len_tokens = {512 if is_real else 2048}
             [kv]
             pool_mb = 0
             [{scheduler}]
@@ -73,14 +76,14 @@ class Run:
         return [job for job in found if part in ("", job["part"])]
 
     async def until_hosts(self, *names: str) -> None:
-        """Returns once exactly these hosts, beside the service's own, are ready."""
+        """Returns once exactly these hosts are ready, beside the service's own if that has workers."""
         token = (self.shared / "token").read_text()
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(self._start_s):
             while True:
                 try:
                     async with Operator(self.address, token) as operator:
                         found = (await operator.status()).hosts
-                    if {each.name for each in found if each.workers_ready} == {"local", *names}:
+                    if {each.name for each in found if each.workers_ready} == {*self._own, *names}:
                         return
                 except DoraError:
                     pass
@@ -91,7 +94,9 @@ class Run:
         came once and is of one version within the window.
         """
         taken: list[TrajectoryGroup] = []
-        async with dora.Trainer(self.address, token=(self.shared / "token").read_text(), connect_s=200.0) as trainer:
+        token = (self.shared / "token").read_text()
+        patience = {"connect_s": self._start_s, "reconnect_s": self._start_s}
+        async with dora.Trainer(self.address, token=token, **patience) as trainer:
             left = list(happenings)
             async for step in trainer.steps(groups=GROUPS):
                 taken += [group async for group in step]

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: slurmctld and three slurmd, on ports of their own at loopback."""
+"""A real Slurm on this machine: slurmctld and several slurmd, on ports of their own at loopback."""
 
 import getpass
 import os
@@ -16,7 +16,6 @@ import pytest
 from tests.clusters.fetch import FOLDER
 from tests.prometheus.server import free_address
 
-NODES: Final = ("n0", "n1", "n2")
 CONFIG: Final = """\
 ClusterName=test
 SlurmctldHost=localhost(127.0.0.1)
@@ -44,16 +43,17 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=1,sched_interval=2
 {nodes}
-PartitionName=low Nodes=n[0-2] Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30
-PartitionName=high Nodes=n[0-2] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=n[0-{last}] Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30
+PartitionName=high Nodes=n[0-{last}] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
 
 
 class Slurm:
     """``environment``: in which Slurm's commands find it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int = 3) -> None:
         self.folder = folder
+        self._nodes = [f"n{number}" for number in range(nodes)]
         plugins = FOLDER / "usr/lib/x86_64-linux-gnu/slurm-wlm"
         self.environment = {
             **os.environ,
@@ -62,19 +62,19 @@ class Slurm:
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        ports = [free_address().rpartition(":")[2] for _ in range(1 + len(NODES))]
-        nodes = "\n".join(
+        ports = [free_address().rpartition(":")[2] for _ in range(1 + nodes)]
+        lines = "\n".join(
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2"
-            for name, port in zip(NODES, ports[1:], strict=True)
+            for name, port in zip(self._nodes, ports[1:], strict=True)
         )
         for name in ("state", "spool"):
             (folder / name).mkdir(parents=True)
-        values = {"port": ports[0], "user": getpass.getuser(), "folder": folder, "plugins": plugins, "nodes": nodes}
-        (folder / "slurm.conf").write_text(CONFIG.format(**values))
+        values = {"port": ports[0], "user": getpass.getuser(), "folder": folder, "plugins": plugins, "nodes": lines}
+        (folder / "slurm.conf").write_text(CONFIG.format(**values, last=nodes - 1))
 
     def __enter__(self) -> Self:
         self._start("slurmctld", "slurmctld-wlm")
-        for node in NODES:
+        for node in self._nodes:
             self.start_node(node)
         while self.call("sinfo", "--noheader", "--format=%t", "--partition=low").split() != ["idle"]:
             for name, daemon in self._daemons.items():

@@ -30,7 +30,7 @@ def run_on(slurm: Slurm, at: Path, model: Path, **table: Any) -> Run:
     return Run("slurm", sys.executable, slurm.environment, at, model, address="127.0.0.1", dora=dora, **table)
 
 
-@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=pytest.mark.full)])
+@pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 async def test_a_run_outlives_what_slurm_does_to_it(
     slurm: Slurm, tmp_path: Path, tiny_dense: Path, engine: str
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dora.data.types import EngineCapability
 from dora.host.processes import Processes
 from dora.orchestrator.assembly import services_of
 from dora.release import __version__
@@ -112,4 +113,35 @@ async def test_an_agent_that_reports_and_obeys_nothing_is_lost(shell: Shell, tmp
     assert not hosts.has("h1")
     shown = next(each for each in hosts.statuses() if each.name == "h1")
     assert shown.state == "lost" and "h1-w0" in shown.reason
+    await orders.aclose()
+
+
+async def test_a_host_is_lost_once_nothing_of_it_is_heard(shell: Shell, tmp_path: Path) -> None:
+    """A worker that is heard keeps a host whose agent is silent, as it does not tell of its machine's end."""
+
+    async def said() -> AsyncIterator[pb.HostMessage]:
+        capacity = pb.HostCapacity(store_free_bytes=1 << 40)
+        yield pb.HostMessage(hello=pb.HostHello(name="h1", dora_version=__version__, capacity=capacity, workers=1))
+        await asyncio.Event().wait()
+
+    SESSION.set(bytes(32))
+    hosts, lease_s = shell.runtime.hosts, shell.runtime.config.host.lease_s
+    hosts.begin(
+        Processes(shell.runtime.config.workers, lambda _: [], lambda _: {}, tmp_path), tmp_path, ServiceTokens("")
+    )
+    hosts.open_relay("127.0.0.1")
+    orders = services_of(shell.runtime, shell.model, tmp_path / "kv", ServiceTokens("")).hosts.Join(said(), None)
+    await anext(orders)
+    await anext(orders)
+    agent = hosts._hosts["h1"].session
+    assert agent is not None
+    capability = EngineCapability("f" * 64, 4, 4096, 32, 2048, 64, "float32")
+    worker = shell.runtime.sessions.open("h1-w0", 1, "h1", capability)
+    agent.heard_s -= lease_s + 0.1
+    hosts.look(60.0)
+    assert hosts.has("h1"), "its worker is heard"
+    worker.heard_s -= lease_s + 0.1
+    hosts.look(60.0)
+    shown = next(each for each in hosts.statuses() if each.name == "h1")
+    assert shown.state == "lost" and shown.reason == f"lease lost: silent for {lease_s:g} s"
     await orders.aclose()

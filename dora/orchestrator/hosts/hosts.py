@@ -1,9 +1,9 @@
 """The hosts of a service: its own, and those whose agents have joined, with the versions that each holds.
 ``worker_counts.py`` decides which workers each runs.
 
-A host is lost when its agent's stream ends or is silent for too long. Its workers and its pool are lost with it for
-good: their tokens are revoked, so those that still run are refused. An agent that returns begins a new epoch, with new
-worker processes under the same ids.
+A host is lost when its agent's stream ends, when its agent is silent for too long, or when all of it is silent. Its
+workers and its pool are lost with it for good: their tokens are revoked, so those that still run are refused. An agent
+that returns begins a new epoch, with new worker processes under the same ids.
 
 After a restart of the service, epochs that were active at shutdown remain valid. Their workers and pools continue, and
 their agents are expected (``expected_hosts.py``). Each agent begins a new epoch with the processes that it has kept.
@@ -302,8 +302,8 @@ class Hosts:
         for host in list(self._hosts.values()):
             if host.session is None:
                 continue
-            if awake_s() - host.session.heard_s > limit_s:
-                self.lose(host.session, f"lease lost: silent for {limit_s:g} s", "lease")
+            if (silent_s := self._overdrawn_s(host, host.session, limit_s)) is not None:
+                self.lose(host.session, f"lease lost: silent for {silent_s:g} s", "lease")
             elif host.deadline_s and awake_s() >= host.deadline_s:
                 host.session.leave(host.reason)
                 self.lose(host.session, host.reason)
@@ -314,6 +314,13 @@ class Hosts:
             assert host.session is not None
             host.session.serve(serving[host.name])
             self._look_for_workers(host)
+
+    def _overdrawn_s(self, host: Host, session: HostSession, limit_s: float) -> float | None:
+        """Returns the limit that a host has exceeded, or None: its agent's, or that of its silence as a whole."""
+        names = (*host.launcher.workers, pool_id_of(host.name))
+        heard_s = (member.heard_s for name in names if (member := self._sessions.end(name)) is not None)
+        limits = ((limit_s, session.heard_s), (self._config.host.lease_s, max((session.heard_s, *heard_s))))
+        return next((allowed_s for allowed_s, at_s in limits if awake_s() - at_s > allowed_s), None)
 
     def _look_for_workers(self, host: Host) -> None:
         """Orders workers again that do not join, and ends a host that does not obey."""

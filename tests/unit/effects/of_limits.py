@@ -185,6 +185,7 @@ LATER: Final = "tests/e2e/test_orphans_fake.py::test_a_worker_ends_where_no_serv
 
 ROWS: Final[dict[str, Row]] = {
     "balance.handoff_timeout_s": Seen(12.0, until_undone, 12),
+    "host.lease_s": Shown("tests/unit/test_host_service.py::test_a_host_is_lost_once_nothing_of_it_is_heard"),
     "host.notice_s": Shown("tests/e2e/test_host_notice.py::test_hosts_leave_by_a_deadline_and_every_group_comes_once"),
     "workers.silence_timeout_s": Seen(5.0, until_unanswered, 65),
     "workers.load_timeout_s": Seen(12.0, until_load_fails, 12),
