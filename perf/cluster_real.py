@@ -31,7 +31,7 @@ from dora.rpc.roles import Role
 ROOT: Final = Path(__file__).parents[1]
 PROCESSES: Final = 4  # that speak for the hosts
 WATCH_MS: Final = 50
-GROUPS: Final = 12  # of a step
+GROUPS: Final = 20  # of a step
 PERIOD_S: Final = 60.0  # between two nodes that are taken
 AWAY_S: Final = 30  # a node is gone for so long
 BLOCK_S: Final = 4 * PERIOD_S  # of disturbed and of undisturbed time, by turns
@@ -42,9 +42,9 @@ if "dora.worker" in sys.orig_argv:
     import time
     from dora.worker.fake.engine import FakeEngine
     decode = FakeEngine.step
-    FakeEngine.__init__.__kwdefaults__["mean_tokens"] = 150
+    FakeEngine.__init__.__kwdefaults__["mean_tokens"] = 100
     def step(self):
-        ends_s = time.monotonic() + 0.1
+        ends_s = time.monotonic() + 0.2
         found = decode(self)
         time.sleep(max(0.0, ends_s - time.monotonic()))
         return found
@@ -57,15 +57,17 @@ prompts = "tiny"
 size = 3
 [rollout]
 group_size = 8
-max_tokens = 600
+max_tokens = 200
 [workers]
 engine = "fake"
 count = 0
 slots = 16
-kv_tokens = 16384
-max_model_len_tokens = 1024
+kv_tokens = 8192
+max_model_len_tokens = 512
 [kv]
 pool_mb = 64
+[host]
+notice_s = 25
 [slurm]
 folder = "{folder}/run"
 hosts = {hosts}

@@ -60,10 +60,12 @@ class SlurmCluster:
     def planned(self) -> Mapping[str, str]:
         follows = self._file.config.cluster.autoscale == "act"
         values = {**self._table.model_dump(), "folder": self._folder, "follows": follows}
-        return {
-            f"{part}.sh": rendered(f"slurm_{part}.sh.j2", {**values, "job": job, "options": getattr(self._table, part)})
-            for part, job in self._names.items()
-        }
+
+        def script(part: str, job: str) -> str:
+            own = {"job": job, "options": getattr(self._table, part), "service": self._names["service"]}
+            return rendered(f"slurm_{part}.sh.j2", {**values, **own})
+
+        return {f"{part}.sh": script(part, job) for part, job in self._names.items()}
 
     def up(self, hosts: int | None) -> list[Job]:
         if running := self.jobs():

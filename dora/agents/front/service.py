@@ -25,7 +25,7 @@ log = logging.getLogger("dora.front")
 T = TypeVar("T")
 REFUSED_S: Final = 10.0  # how long a call is repeated that the connection refuses
 _REFUSALS: Final = ("RST_STREAM", "GOAWAY", "Stream removed", "Socket closed", "Connection reset")  # gRPC's words of it
-RECONNECT_S: Final = 60.0  # how long a turn waits for a service that has gone
+RECONNECT_S: Final = 60.0  # how long a turn, and a session's end, wait for a service that has gone
 PRIORITY: Final = 1  # of openings: an agent waits for its group, and nobody for a queued prompt of the default priority
 LEAVE_S: Final = 2.0  # how long a front that is stopped waits for the service to note it
 ADMIT_S: Final = 60.0  # how long an opening waits for the window
@@ -120,7 +120,7 @@ class ServiceSession:
         log: str = "",
     ) -> None:
         about: dict[str, Any] = {"components": components, "turn_rewards": turn_rewards, "log": log}
-        await _repeated(lambda: self.session.end(reward, **about))
+        await _answered(lambda: self.session.end(reward, **about))
 
     async def give_up(self, reason: str) -> None:
         """Cancels the group: nobody would drive another session in its place."""
@@ -136,6 +136,19 @@ async def _repeated(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         except ServiceUnavailable as error:
             if not any(words in str(error) for words in _REFUSALS):
                 raise
+            await patience.wait(error)
+
+
+async def _answered(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Repeats a call, which may be, until the service has answered. A restarted one still holds what the call ends.
+
+    Raises ServiceUnavailable after RECONNECT_S.
+    """
+    patience = Patience(RECONNECT_S)
+    while True:
+        try:
+            return await call()
+        except ServiceUnavailable as error:
             await patience.wait(error)
 
 
@@ -255,7 +268,7 @@ class Service:
 
     async def withdraw(self, group: str, reason: str) -> None:
         with suppress(NotFound):
-            await _repeated(lambda: self._sessions.withdraw(group, reason))
+            await _answered(lambda: self._sessions.withdraw(group, reason))
 
     async def __aenter__(self) -> Self:
         return self
