@@ -110,6 +110,12 @@ class Run:
         for group in taken:
             assert set(group.staleness.tolist()) <= {0, 1} and len(set(group.versions)) == 1
 
+    def check_record(self) -> None:
+        """Of a run with real engines: each logprob is that of its version's weights."""
+        if self.record:
+            verified = self.called("verify", str(self.record))
+            assert verified.returncode == 0, verified.stdout + verified.stderr
+
 
 def toml_of(value: Any) -> str:
     if isinstance(value, dict):

@@ -55,12 +55,23 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.5)
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.full)])
-async def test_a_run_outlives_what_ray_does_to_it(rounds: int, ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
-    """Each group comes once, whichever node is drained or dies; then nothing is left."""
+@pytest.mark.parametrize(
+    ("engine", "rounds"),
+    [
+        ("fake", 1),
+        pytest.param("fake", 4, marks=pytest.mark.full),
+        pytest.param("vllm", 1, marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
+    ],
+)
+async def test_a_run_outlives_what_ray_does_to_it(
+    engine: str, rounds: int, ray: Ray, tmp_path: Path, tiny_dense: Path
+) -> None:
+    """Each group comes once, whichever node is drained or dies; then nothing is left. Of real engines, each logprob is
+    that of its version.
+    """
     for _ in range(2):
         ray.add()
-    run = run_on(ray, tmp_path, tiny_dense)
+    run = run_on(ray, tmp_path, tiny_dense, engine=engine)
     done = run.dora("up", "--hosts", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert [job["name"] for job in json.loads(done.stdout)] == ["service", "h0", "h1"]
@@ -84,6 +95,17 @@ async def test_a_run_outlives_what_ray_does_to_it(rounds: int, ray: Ray, tmp_pat
         await run.until_hosts("h0", "h1")
 
     await run.trained(tiny_dense, [drained, killed] * rounds)
+    if engine == "fake":
+        await scaled(ray, run)
+    ended = run.dora("down")
+    assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
+    assert run.jobs() == []
+    check_nothing_is_left(ray, run)
+    run.check_record()
+
+
+async def scaled(ray: Ray, run: Run) -> None:
+    """Two hosts become three, of which one waits for a node, and then one."""
     more = json.loads(run.dora("scale", "3", "--json").stdout)
     assert [job["name"] for job in more] == ["service", "h0", "h1", "h2"]
     await until(lambda: run.jobs()[-1]["state"] == "pending")
@@ -92,10 +114,6 @@ async def test_a_run_outlives_what_ray_does_to_it(rounds: int, ray: Ray, tmp_pat
     await run.until_hosts("h0", "h1", "h2")
     assert run.dora("scale", "1").returncode == 0
     await run.until_hosts("h0")
-    ended = run.dora("down")
-    assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
-    assert run.jobs() == []
-    check_nothing_is_left(ray, run)
 
 
 @pytest.mark.full

@@ -70,9 +70,7 @@ async def test_a_run_outlives_what_slurm_does_to_it(
     assert ended.returncode == 0 and "killed" not in ended.stderr, ended.stderr
     assert run.jobs("service") == run.jobs("host") == []
     assert with_marks([f"{run.shared}"]) == []
-    if engine == "vllm":
-        verified = run.called("verify", str(run.record))
-        assert verified.returncode == 0, verified.stdout
+    run.check_record()
 
 
 async def test_a_host_is_asked_for_as_the_service_advises(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:

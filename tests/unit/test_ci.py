@@ -47,7 +47,7 @@ def test_a_change_is_counted_from_the_last_tag(repository: Path, changed: str, n
     assert needs_megatron(repository) == needed
 
 
-@pytest.mark.parametrize(("changed", "needed"), [("dora/rpc/dora.proto", True), ("docs/hosts.md", False)])
+@pytest.mark.parametrize(("changed", "needed"), [("dora/rpc/dora.proto", True), ("docs/clusters.md", False)])
 def test_a_branch_is_compared_with_the_main_one(repository: Path, changed: str, needed: bool) -> None:
     git(repository, "tag", "v1")
     commit(repository, "dora/trainers/learner.py")
