@@ -11,9 +11,7 @@ shared folder, also after it began again on another node.
     FOLDER/logs/
 """
 
-import fcntl
 import hashlib
-import os
 import secrets
 import shutil
 import time
@@ -31,6 +29,7 @@ from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
 from dora.system.files import replace_durably
+from dora.system.ownership import check_locks
 
 TABLE: Final = "slurm"
 ENDS_S: Final = 30.0  # after its notice a job may still take
@@ -125,7 +124,7 @@ class SlurmCluster:
         try:
             for each in (folder, folder / "logs", folder / "released"):
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_locks(folder / "lock")
+            check_locks(folder)
             for left in (folder / "ended", folder / "address", *(folder / "released").iterdir()):
                 left.unlink(missing_ok=True)
             if not (folder / "token").exists():
@@ -150,16 +149,6 @@ class SlurmCluster:
 
 def _end(job: Job) -> None:
     _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), job.name)
-
-
-def _check_locks(path: Path) -> None:
-    """Raises OSError if a lock or fsync does not work there."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _called(command: str, *arguments: str, setting: str = TABLE) -> str:

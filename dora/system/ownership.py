@@ -3,9 +3,11 @@
 The lock is the kernel's (``flock``): it ends with the process, however that ends, and needs no process id.
 """
 
+import errno
 import fcntl
 import os
 import socket
+import tempfile
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -74,6 +76,14 @@ def hold(file: Path) -> OwnerLocks | None:
         raise
     _close(descriptors)
     return None
+
+
+def check_locks(folder: Path) -> None:
+    """Raises OSError if files of this folder cannot be locked, or cannot be synced to the disk. Leaves nothing."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if _lock(file.fileno()) is Lock.UNKNOWN:
+            raise OSError(errno.ENOLCK, "its file system has no locks")
+        os.fsync(file.fileno())
 
 
 def is_held(file: Path) -> bool:

@@ -1,9 +1,12 @@
 """State folders that cannot be used, whose disk has no room, or whose service has other settings now."""
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +142,22 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
                 opened(configured(tmp_path / "good"), DEFAULT_SIZES).__enter__()
     with files_up_to(10), refused(InvalidValue, field="service.state"):
         state_folder_of(configured(tmp_path / "new"), DEFAULT_SIZES).__enter__()
+
+
+@pytest.mark.parametrize(("module", "call", "reason"), [(fcntl, "flock", "has no locks"), (os, "fsync", "Invalid")])
+async def test_a_file_system_without_locks_or_fsync_is_refused(
+    module: Any, call: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems are: two services could have one state, or lose what they have acknowledged."""
+    await begun(tmp_path)
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(module, call, fails)
+    for opened in (reading_state, state_folder_of):
+        with refused(InvalidValue, field="service.state", value=tmp_path, names=("locks and fsync", reason)):
+            opened(configured(tmp_path), DEFAULT_SIZES).__enter__()
 
 
 @pytest.mark.parametrize(

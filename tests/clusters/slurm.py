@@ -89,7 +89,7 @@ class Slurm:
             daemon.send_signal(signal.SIGTERM)
         for daemon in self._daemons.values():
             daemon.wait(20)
-        for process in with_marks(["slurmstepd-wlm: [", f"SLURM_CONF={self.folder}"]):  # of a test that failed
+        for process in with_marks([f"SLURM_CONF={self.folder}/"]):  # of a test that failed
             process.kill()
 
     def start_node(self, node: str) -> None:
@@ -101,7 +101,7 @@ class Slurm:
         daemon.kill()
         daemon.wait()
         for marks in ([f"slurmstepd-wlm: [{job}."], [f"SLURM_JOB_ID={job} "]):  # first those that would tell of the end
-            for process in with_marks(marks):
+            for process in with_marks(marks, f"SLURM_CONF={self.folder}/"):
                 process.kill()
 
     def call(self, *command: str) -> str:
@@ -117,8 +117,8 @@ class Slurm:
             )
 
 
-def with_marks(marks: Sequence[str]) -> list[psutil.Process]:
-    """The processes with one of these texts in their environment or command line."""
+def with_marks(marks: Sequence[str], also: str = "") -> list[psutil.Process]:
+    """The processes with one of these texts in their environment or command line, and ``also`` that one."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -126,7 +126,7 @@ def with_marks(marks: Sequence[str]) -> list[psutil.Process]:
             text = " ".join((*process.cmdline(), *variables))
         except psutil.Error:
             continue
-        if process.pid != os.getpid() and any(mark in text for mark in marks):
+        if process.pid != os.getpid() and also in text and any(mark in text for mark in marks):
             found.append(process)
     return found
 

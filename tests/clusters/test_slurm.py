@@ -93,6 +93,14 @@ def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Pa
     assert done.returncode == 2 and "slurm.host" in done.stderr and "nowhere" not in done.stdout
     assert run.jobs() == []  # by `status --json`
     assert len(done.stderr.splitlines()) == 1 and run.jobs("service") == run.jobs("host") == []
+    run.file.write_text(run.file.read_text().replace('"--partition=nowhere"', '"--partition=low"'))
+    assert run.dora("up", "--hosts", "2").returncode == 0
+    again = run.dora("up")
+    assert again.returncode == 2 and "has job" in again.stderr and len(again.stderr.splitlines()) == 1
+    for job in run.jobs():  # killed in its start
+        slurm.call("scancel", "--signal=KILL", "--full", job["name"])
+    assert run.dora("down").returncode == 0 and run.jobs() == []
+    assert with_marks([f"{run.shared}"]) == []
     run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
     unusable = run.dora("up")
     assert unusable.returncode == 2 and "slurm.folder" in unusable.stderr
@@ -110,6 +118,11 @@ def test_the_scripts_can_be_read_and_submitted_by_hand(tmp_path: Path, tiny_dens
     assert "#SBATCH --gres=gpu:8\n" in host and "#SBATCH --gres" not in service and "\nmodule load x\n" in host
     for script in (service, host):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        run = subprocess.run(
+            ["bash"], input=script, env={"SLURM_JOB_ID": "1"}, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 2 and "slurm.folder must be on storage that all nodes share" in run.stdout
+        assert len(run.stdout.splitlines()) == 1 and not run.stderr
     assert not (tmp_path / "a b").exists()
 
 

@@ -22,7 +22,7 @@ from dora.journal.versions import PersistedVersions
 from dora.orchestrator.recording.storage import check_room
 from dora.orchestrator.recovery.changed_settings import check_changes, settings_before
 from dora.system.files import replace_durably, try_folder
-from dora.system.ownership import hold, is_held, owner_of, place_of
+from dora.system.ownership import check_locks, hold, is_held, owner_of, place_of
 from dora.system.private import check_owner, private_folder
 from dora.weights.whole import is_sound
 
@@ -153,6 +153,7 @@ def state_folder_of(config: Config, sizes: Sizes) -> Iterator[StateFolder | None
     folder = Path(config.service.state)
     try:
         private_folder(folder, SETTING)
+        check_locks(folder)
         held = hold(folder / LOCK_FILE)
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -185,6 +186,8 @@ def reading_state(config: Config, sizes: Sizes) -> Iterator[StateFolder | None]:
     try:
         for each in (folder, *(inner for name in (LOG_FOLDER, VERSIONS_FOLDER) if (inner := folder / name).exists())):
             try_folder(each)
+        if folder.exists():
+            check_locks(folder)
     except OSError as error:
         raise _unusable(folder, error) from error
     if is_held(folder / LOCK_FILE):
@@ -220,7 +223,7 @@ def _identity(folder: Path) -> ServiceIdentity:
 
 
 def _unusable(folder: Path, error: OSError) -> InvalidValue:
-    return InvalidValue(SETTING, str(folder), f"a folder to write in ({error.strerror})")
+    return InvalidValue(SETTING, str(folder), f"a folder to write in, with locks and fsync ({error.strerror})")
 
 
 def _in_use(folder: Path) -> InvalidValue:
