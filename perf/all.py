@@ -1,6 +1,6 @@
 """Measures all benchmarks, and writes the table of docs/performance.md.
 
-    python -m perf.all                       # each in a process of its own, one after the other: about 20 minutes
+    python -m perf.all                       # each in a process of its own, one after the other: about 35 minutes
     python -m perf.all --only journal stream
     python -m perf.all --short               # small sizes, which show that each can measure; the page stays as it is
     python -m perf.all --check               # measures nothing: marks each row that is older than the code it measures

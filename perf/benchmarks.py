@@ -79,13 +79,32 @@ BENCHMARKS: Final = (
     Benchmark(
         "cluster",
         "perf/cluster.py --json",
-        "--hours 0.1",
-        ("dora/core", "dora/lab/sim", "dora/lab/sim_engine"),
+        "--hours 0.1 --hosts 8",
+        ("dora/core", "dora/lab/sim", "dora/lab/sim_engine", "dora/host", "dora/orchestrator/hosts"),
         (
             Figure("KV that leaves a machine within 30 s, at 10 GB/s", "notice.moved_share", ">= 0.95", ".1%"),
             Figure("of that, computed again", "notice.moved_and_computed_again_gb", "<= 0", ".1f GB"),
             Figure("step with a machine taken every 60 s, beside undisturbed", "spot.spot_over_owned", "<= 1.1", ".3f"),
+            Figure("64 hosts join a service", "join.joined_s", "<= 10", ".1f s"),
+            Figure("of that, processor time of the service", "join.service_cpu_s", "", ".2f s"),
+            Figure("16 hosts fall silent: until the service knows", "join.silent_known_s", "<= 5", ".1f s"),
         ),
+    ),
+    Benchmark(
+        "spot",
+        "perf/cluster.py --only slurm --spot-minutes 4 --json",
+        "--spot-minutes 1 --nodes 3",
+        ("dora/core", "dora/host", "dora/cluster", "dora/orchestrator/hosts"),
+        (
+            Figure(
+                "step while Slurm takes a node every 60 s, beside undisturbed",
+                "slurm.spot_over_undisturbed",
+                "<= 1.1",
+                ".3f",
+            ),
+            Figure("of that, groups lost or doubled", "slurm.lost_or_doubled", "<= 0", ".0f"),
+        ),
+        ".slurm-build/usr/sbin/slurmd-wlm",
     ),
     Benchmark(
         "orchestrator",

@@ -20,7 +20,9 @@ The time of a step in both kinds of turns, for so many minutes of each.
 """
 
 import argparse
+import asyncio
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -167,6 +169,10 @@ FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["hosts"]:
+        _, _, address, model, first, count = sys.argv
+        asyncio.run(cluster_real.be_hosts(address, model, int(first), int(count)))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "join"])
     parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")

@@ -28,7 +28,7 @@ from dora.models import default_cache, resolve_model
 from dora.rpc.dora_pb2 import Status
 from dora.rpc.roles import Role
 
-ROOT: Final = Path(__file__).parents[1]
+PROGRAM: Final = str(Path(__file__).with_name("cluster.py"))
 PROCESSES: Final = 4  # that speak for the hosts
 WATCH_MS: Final = 50
 GROUPS: Final = 20  # of a step
@@ -93,7 +93,7 @@ async def _joined(hosts: int) -> dict[str, Any]:
         service = await stack.enter_async_context(Child.of("service", config, program=orchestrator.__file__))
         told = await service.hear()
         spoken = [("hosts", told["address"], told["model"], str(at), str(share)) for at in range(0, hosts, share)]
-        speakers = [await stack.enter_async_context(Child.of(*words, program=__file__)) for words in spoken]
+        speakers = [await stack.enter_async_context(Child.of(*words, program=PROGRAM)) for words in spoken]
         pids = [(await each.hear())["pid"] for each in speakers]
         operator = await stack.enter_async_context(Operator(told["address"], told["token"]))
         before, began_s = await service.ask("mark"), time.monotonic()
@@ -206,7 +206,9 @@ def _found(status: Status, groups: list[str]) -> dict[str, Any]:
     names = ("groups_lost", "c1_violations", "hosts_noticed", "migrations_kv", "tokens_reprefilled", "staleness_max")
     lost = {each.name: each.reason for each in status.hosts if each.state == "lost"}
     counters = {name: status.counters[name] for name in names}
-    return {"groups_taken": len(groups), "doubled": len(groups) - len(set(groups)), **counters, "hosts_lost": lost}
+    doubled = len(groups) - len(set(groups))
+    found = {"groups_taken": len(groups), "lost_or_doubled": counters["groups_lost"] + doubled}
+    return {**found, **counters, "hosts_lost": lost}
 
 
 async def _train(address: str, token: str, commits: list[float], groups: list[str]) -> None:
@@ -232,8 +234,3 @@ async def _ended(training: asyncio.Task[None]) -> AsyncIterator[None]:
     finally:
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
-
-
-if __name__ == "__main__":
-    _, _, at_address, of_model, from_host, so_many = sys.argv
-    asyncio.run(be_hosts(at_address, of_model, int(from_host), int(so_many)))
