@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -183,6 +184,18 @@ def test_what_no_node_has_is_said_and_nothing_stays(ray: Ray, tmp_path: Path, ti
     done = run.dora("up")
     assert done.returncode == 2 and "ray.folder = '/proc/no'" in done.stderr
     assert ray.left() == []
+
+
+async def test_a_start_that_is_interrupted_leaves_nothing(ray: Ray, tmp_path: Path, tiny_dense: Path) -> None:
+    ray.add()
+    run = run_on(ray, tmp_path, tiny_dense)
+    command = [ray.python, "-m", "dora", "cluster", "up", "--file", str(run.file)]
+    starting = await asyncio.create_subprocess_exec(*command, env=ray.environment)
+    await until(lambda: bool(ray.left()))
+    starting.send_signal(signal.SIGINT)
+    assert await starting.wait() == 130
+    await until(lambda: with_marks([f"{run.shared}", run.address]) == [])
+    check_nothing_is_left(ray, run)
 
 
 @pytest.mark.parametrize("words", ["up", "status", "scale 2", "down"])
