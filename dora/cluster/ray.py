@@ -104,8 +104,7 @@ class Cluster:
                 time.sleep(POLL_S)
                 found = self._accepted()
         except BaseException:  # also Ctrl-C
-            for name in names:
-                self._ray.remove(self._run, name)
+            self.down()  # a service that was killed would leave its workers for the next one
             raise
         return found
 
