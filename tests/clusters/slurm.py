@@ -111,6 +111,7 @@ class Slurm:
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 [FOLDER / "usr/sbin" / command, "-D", "-f", self.folder / "slurm.conf", *arguments],
+                cwd=self.folder,  # a step that is killed may leave a core dump
                 env=self.environment,
                 stdout=log,
                 stderr=log,
