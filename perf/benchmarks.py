@@ -214,8 +214,8 @@ BENCHMARKS: Final = (
     Benchmark(
         "speculation",
         "perf/speculation.py --batches 1 4 64 --json",
-        "--steps 10 --rounds 1",
-        ENGINE,
+        "--steps 10 --rounds 1 --presets small small",
+        (*ENGINE, "dora/lab/sim"),
         (
             Figure(
                 "counting with drafts, 4 requests, tokens/s over none", "counting.batches.4.history_vs_off", ">= 1.3"
@@ -225,6 +225,11 @@ BENCHMARKS: Final = (
             Figure("tool loops, the same batch", "tool loops.batches.64.history_vs_off", ">= 0.97"),
             Figure("counting, tokens a step of the fleet's history", "counting.tokens_per_step.fleet"),
             Figure("the same of vLLM's n-gram", "counting.tokens_per_step.vLLM's n-gram"),
+            Figure(
+                "dora-64 simulated, drafts as in counting: last group's time, of none",
+                "counting.simulated.last_group_vs_off",
+            ),
+            Figure("agent-64, drafts as in tool loops", "tool loops.simulated.last_group_vs_off"),
         ),
     ),
     Benchmark(

@@ -14,7 +14,7 @@ Source: vllm/v1/sample/rejection_sampler.py; vllm/v1/sample/ops/topk_topp_sample
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +30,6 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from dora.engine_patches.cpu.exact_resume import ResumingModelRunner, advance
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
@@ -40,6 +39,18 @@ _REJECTED: Final = -1  # vLLM's mark of a token that was not sampled
 _KNOWN: Final = {MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor}
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts of a step's requests, and the rows of fed tokens that are sampled: a draft's, and the one before."""
+
+    drafts: list[list[int]]
+    logits_indices: torch.Tensor
+
+    @property
+    def num_draft_tokens(self) -> list[int]:
+        return [*map(len, self.drafts)]
+
+
 class OwnNoiseSampler:
     """Stands in for vLLM's rejection sampler: samples all positions by vLLM's own sampler, one row a position."""
 
@@ -47,13 +58,13 @@ class OwnNoiseSampler:
         self._sampler = sampler
 
     def __call__(
-        self, drafted: SpecDecodeMetadata, _probabilities: None, logits: torch.Tensor, sampling: SamplingMetadata
+        self, drafted: Drafted, _probabilities: None, logits: torch.Tensor, sampling: SamplingMetadata
     ) -> SamplerOutput:
         """``logits`` has, for each request, a row for each drafted token and one more. Returns the sampled tokens as
         (requests, longest draft + 1), with ``_REJECTED`` after those that were sampled.
         """
-        counts = [count + 1 for count in drafted.num_draft_tokens]
-        drafts = _split(drafted.draft_token_ids.tolist(), drafted.num_draft_tokens)
+        drafts = drafted.drafts
+        counts = [len(draft) + 1 for draft in drafts]
         begun = {index: generator.get_state() for index, generator in sampling.generators.items() if drafts[index]}
         output = self._sampler(logits=logits, sampling_metadata=_by_position(sampling, counts, drafts))
         sampled = _split(output.sampled_token_ids[:, 0].tolist(), counts)
@@ -125,8 +136,9 @@ def _processors(whole: LogitsProcessors, requests: np.ndarray, places: np.ndarra
     """Returns the processors for rows of positions."""
     found = []
     for processor in whole.all:
-        of_rows = copy.copy(processor)
+        of_rows = processor
         if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+            of_rows = copy.copy(processor)
             of_rows.min_p = processor.min_p[torch.from_numpy(requests)]
         elif isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
             banned = [
@@ -137,6 +149,7 @@ def _processors(whole: LogitsProcessors, requests: np.ndarray, places: np.ndarra
                 if len(outputs) + at < least
                 for token_id in stops
             ]
+            of_rows = copy.copy(processor)
             of_rows.logits_slice = tuple(
                 torch.tensor([each[part] for each in banned], dtype=torch.int32) for part in (0, 1)
             )
@@ -168,10 +181,12 @@ class DraftingModelRunner(ResumingModelRunner):
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if not drafts:
             return plain
-        ids = self.input_batch.req_ids
-        counts = np.array([len(drafts.get(request_id, ())) for request_id in ids], dtype=np.int32)
-        metadata = self._calc_spec_decode_metadata(counts, self.query_start_loc.np[1 : len(ids) + 1])
-        return metadata.logits_indices, metadata, int(counts.max()) + 1
+        of_requests = [drafts.get(request_id, []) for request_id in self.input_batch.req_ids]
+        counts = np.array([len(draft) + 1 for draft in of_requests])
+        ends = self.query_start_loc.np[1 : len(counts) + 1]
+        rows = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
+        drafted = Drafted(of_requests, torch.from_numpy(rows))
+        return drafted.logits_indices, drafted, int(counts.max())
 
     def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
         # The positions of a draft count as decodes.
@@ -183,14 +198,12 @@ class DraftingModelRunner(ResumingModelRunner):
 
 def positions_apart(whole: CommonAttentionMetadata, drafts: Sequence[int]) -> CommonAttentionMetadata:
     """Returns the metadata in which each fed token of a request with a draft is a sequence of its own."""
-    parts = torch.tensor([count + 1 if count else 1 for count in drafts])
-    rows = torch.repeat_interleave(torch.arange(len(drafts)), parts)
-    ends = torch.cumsum(parts, 0)
-    later = ends[rows] - 1 - torch.arange(len(rows))  # fed tokens of the request after this one
-    lengths = torch.diff(whole.query_start_loc_cpu)[rows]
-    lengths[torch.tensor(drafts)[rows] > 0] = 1
-    starts = torch.zeros(len(rows) + 1, dtype=whole.query_start_loc_cpu.dtype)
-    torch.cumsum(lengths, 0, out=starts[1:])
+    parts = np.array(drafts) + 1
+    rows = np.repeat(np.arange(len(drafts)), parts)
+    later = np.cumsum(parts)[rows] - 1 - np.arange(len(rows))  # fed tokens of the request after this one
+    lengths = np.where(parts > 1, 1, np.diff(whole.query_start_loc_cpu.numpy()))[rows]
+    starts = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+    rows, later = torch.from_numpy(rows), torch.from_numpy(later)
     found = copy.copy(whole)
     found.query_start_loc = found.query_start_loc_cpu = starts
     found.seq_lens = (whole.seq_lens[rows] - later).to(whole.seq_lens.dtype)
