@@ -221,6 +221,10 @@ BENCHMARKS: Final = (
                 "counting with drafts, 4 requests, tokens/s over none", "counting.batches.4.history_vs_off", ">= 1.3"
             ),
             Figure("tool loops, the same", "tool loops.batches.4.history_vs_off", ">= 1.3"),
+            Figure(
+                "counting with drafts of an earlier epoch too, 4 requests", "counting.batches.4.fleet_vs_off", ">= 1.3"
+            ),
+            Figure("tool loops with these", "tool loops.batches.4.fleet_vs_off", ">= 1.3"),
             Figure("counting with drafts, a full batch", "counting.batches.64.history_vs_off", ">= 0.97"),
             Figure("tool loops, the same batch", "tool loops.batches.64.history_vs_off", ">= 0.97"),
             Figure("counting, tokens a step of the fleet's history", "counting.tokens_per_step.fleet"),

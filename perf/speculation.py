@@ -4,7 +4,8 @@
 
 A tiny model learns two tasks, for about a minute: counting from a number, and loops of tool calls, whose names come
 from the prompt and whose remarks are free. One engine then samples groups of responses, at temperature 1, without
-drafts, with the history and with the requests' own tokens, at several batches. The responses are checked to be equal.
+drafts, with the history of this epoch, with that of an earlier one too (fleet), and with the requests' own tokens, at
+several batches. The responses are checked to be equal.
 Rates are tokens per second of the process's CPU time, which other load on the machine disturbs little, and by the
 clock.
 
@@ -71,6 +72,7 @@ def tool_loop(chosen: random.Random) -> tuple[list[int], list[int]]:
     return [18, *(token_id for name in names for token_id in name)], [*response, EOS_ID]
 
 
+KINDS: Final = ("history", "fleet", "ngram")
 TASKS: Final = {"counting": counting, "tool loops": tool_loop}
 
 
@@ -134,14 +136,26 @@ class Run:
         return {name: [token_id for token_id, _ in each] for name, each in self.responses.items()}
 
 
+def remembered(requests: Sequence[RequestSpec], responses: dict[str, list[int]]) -> list[Remembered]:
+    """Returns responses as the service sends them."""
+    return [
+        Remembered(scope_of(each.prompt_token_ids), b"", (*each.prompt_token_ids[-32:], *responses[each.request_id]))
+        for each in requests
+    ]
+
+
 def measured(engine: VllmEngine, name: str, batch: int, rounds: int) -> dict[str, float]:
     """Compares an engine with each kind of drafts and without, in turn; the fastest round of each counts."""
     group = max(1, batch // 2)
-    requests = requests_of(name, max(2, 2 * batch // group), group, 1)
+    prompts = max(2, 2 * batch // group)
+    earlier, requests = (requests_of(name, prompts, group, epoch) for epoch in (0, 1))
+    known = remembered(earlier, Run(engine, earlier, batch).token_ids)
     best: dict[str, Run] = {}
     for _ in range(rounds):
-        for kind in ("off", "history", "ngram"):
-            drafter = None if kind == "off" else Drafter(HISTORY_BYTES, is_shared=kind == "history")
+        for kind in ("off", *KINDS):
+            drafter = None if kind == "off" else Drafter(HISTORY_BYTES, is_shared=kind != "ngram")
+            for response in known if drafter is not None and kind == "fleet" else ():
+                drafter.remember(response)
             engine.core.scheduler.drafter = drafter
             if drafter is not None:  # the engine's cost is known after a few steps
                 Run(engine, [replace(each, request_id=f"w{each.request_id}") for each in requests_of(name, 2, 1, 9)], 2)
@@ -152,7 +166,7 @@ def measured(engine: VllmEngine, name: str, batch: int, rounds: int) -> dict[str
                 best[kind] = run
     engine.core.scheduler.drafter = None
     found: dict[str, float] = {"tokens_per_s": best["off"].tokens / best["off"].cpu_s}
-    for kind in ("history", "ngram"):
+    for kind in KINDS:
         found[f"{kind}_vs_off"] = best["off"].cpu_s / best[kind].cpu_s
         found[f"{kind}_vs_off_by_clock"] = best["off"].wall_s / best[kind].wall_s
         found[f"{kind}_tokens_per_step"] = best[kind].tokens_per_step
@@ -164,16 +178,14 @@ def sources(responses: dict[str, list[int]], earlier: dict[str, list[int]], requ
     of them on another worker.
     """
     here = [each for each in requests if int(each.request_id[-1]) % 2 == 0]
+    of_now = {each.request_id: earlier[each.request_id.replace("-1-", "-0-", 1)] for each in requests}
     found = {}
     for kind in ("fleet", "own history", "own tokens"):
         drafter = Drafter(HISTORY_BYTES, is_shared=kind != "own tokens")
         if kind == "fleet":
-            for request in requests:
-                scope, before = scope_of(request.prompt_token_ids), request.prompt_token_ids[-32:]
-                name = request.request_id.replace("-1-", "-0-", 1)
-                drafter.remember(Remembered(scope, b"", (*before, *earlier[name])))
-                if request not in here:
-                    drafter.remember(Remembered(scope, b"", (*before, *responses[request.request_id])))
+            elsewhere = [each for each in requests if each not in here]
+            for response in (*remembered(requests, of_now), *remembered(elsewhere, responses)):
+                drafter.remember(response)
         found[kind] = _replayed(drafter, here, responses)
     found["vLLM's n-gram"] = sum(len(responses[each.request_id]) for each in here) / sum(
         _ngram_steps(each, responses[each.request_id]) for each in here
