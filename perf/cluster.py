@@ -1,6 +1,6 @@
 """What machines cost that a scheduler takes and gives back.
 
-    python perf/cluster.py [--only notice spot join] [--hours 2] [--json]
+    python perf/cluster.py [--only notice spot kinds join] [--hours 2] [--steps 12] [--json]
     PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
 
 In the simulator, which drives the service's own core:
@@ -8,6 +8,9 @@ notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after
 what becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost.
 spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a
 step, of 24 machines, beside that of the same machines undisturbed. Generation is the bottleneck of both.
+kinds: two kinds of machines in two zones (the preset two-kinds-64). The time of a step over the bubble-free time of the
+sum of their capacities: by the default policy, by one that takes a worker with room at random and knows neither speeds
+nor zones, and of each kind alone over its own.
 The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
 
 With real processes (perf/cluster_real.py):
@@ -24,17 +27,29 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+from zlib import crc32
+
+import numpy as np
 
 import cluster_real
 
 from dora.config import WindowConfig
 from dora.core import commands as do
 from dora.core import events as on
+from dora.core.dispatcher import Dispatcher
+from dora.core.fleet.worker import Worker
+from dora.core.plan import Move, Plan, Trigger
+from dora.core.policies import POLICIES, register
+from dora.core.policies.laxity import LaxityPolicy
 from dora.core.state import IDLE, RUNNING, WAITING
+from dora.core.view import View
+from dora.lab.sim.extent import expected_bound_s
 from dora.lab.sim.invariants import check_state
-from dora.lab.sim.scenario import Cluster, Lengths, Scenario, TrainerPace, Workload
+from dora.lab.sim.presets import preset
+from dora.lab.sim.run import simulate
+from dora.lab.sim.scenario import Cluster, EngineKind, Lengths, Scenario, TrainerPace, Workload
 from dora.lab.sim.watch import Watch
 from dora.lab.sim.world import World
 from dora.system.memory import collecting_rarely
@@ -154,6 +169,64 @@ def _steps(limit_s: float, is_spot: bool) -> dict[str, float]:
     return found | {"taken": counters.hosts_noticed}
 
 
+class RandomPolicy(LaxityPolicy):
+    """The default policy, which takes any worker with room and takes all machines as alike."""
+
+    def room(self, dispatcher: Dispatcher, worker: Worker) -> float:
+        has_room = super().room(dispatcher, worker) > 0.0
+        return (1 + crc32(b"%d %d" % (worker.index, dispatcher.backlog.arrivals + worker.assigned))) * has_room
+
+    def observe(self, dispatcher: Dispatcher) -> None:
+        super().observe(_alike(dispatcher))
+
+    def dispatch(self, dispatcher: Dispatcher) -> None:
+        super().dispatch(_alike(dispatcher))
+
+    def plan(self, view: View, trigger: Trigger) -> Plan:
+        return super().plan(_seen_alike(view), trigger)
+
+    def relieve(self, view: View) -> tuple[Move, ...]:
+        return super().relieve(_seen_alike(view))
+
+
+class _Alike(Dispatcher):
+    are_unlike = False
+
+
+def _alike(dispatcher: Dispatcher) -> Dispatcher:
+    return _Alike(dispatcher._state)
+
+
+def _seen_alike(view: View) -> View:
+    workers = replace(view.workers, step_scale=np.ones(len(view.workers.alive)))
+    return replace(view, workers=workers, crosses=lambda one, other, kv_tokens: True)
+
+
+def kinds(options: argparse.Namespace) -> dict[str, Any]:
+    if "random_kinds" not in POLICIES:
+        register("random_kinds", RandomPolicy)
+    both = preset("two-kinds-64")
+    at_random = both.model_copy(update={"balance": both.balance.model_copy(update={"policy": "random_kinds"})})
+    alone = {f"{kind.name}_alone": _of_kind(both, kind) for kind in both.cluster.kinds}
+    found = {}
+    for name, each in {"both": both, "at_random": at_random, **alone}.items():
+        report = simulate(each, steps=options.steps, warmup=WARMUP_STEPS, seed=0)
+        found[f"{name}_step_s"] = 60.0 * report.step_time_min
+        found[f"{name}_over_bubble_free"] = report.step_time_min / report.bound_consumed_min
+    return found
+
+
+def _of_kind(both: Scenario, kind: EngineKind) -> Scenario:
+    """The scenario with the engines of one kind, and as many groups a step as these are of all capacity."""
+    cluster = both.cluster.model_copy(
+        update={"kinds": (kind,), "rollout_gpus": both.cluster.gpus_per_engine * kind.engines}
+    )
+    alone = both.model_copy(update={"cluster": cluster})
+    share = expected_bound_s(both) / expected_bound_s(alone)
+    groups = both.trainer.micro_batches * round(both.trainer.groups_per_step * share / both.trainer.micro_batches)
+    return alone.model_copy(update={"trainer": both.trainer.model_copy(update={"groups_per_step": groups})})
+
+
 def _world(found: Scenario) -> World:
     world = World(found, 0)
     world.observers.append(Watch(lambda: world.machine).saw)
@@ -163,6 +236,7 @@ def _world(found: Scenario) -> World:
 FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "notice": notice,
     "spot": spot,
+    "kinds": kinds,
     "join": cluster_real.join,
     "slurm": cluster_real.slurm,
 }
@@ -174,11 +248,12 @@ def main() -> None:
         asyncio.run(cluster_real.be_hosts(address, model, int(first), int(count)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "join"])
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "kinds", "join"])
     parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")
     parser.add_argument("--hosts", type=int, default=64, help="for join")
     parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
     parser.add_argument("--nodes", type=int, default=12, help="for slurm: that run hosts")
+    parser.add_argument("--steps", type=int, default=12, help="measured, for kinds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with collecting_rarely():

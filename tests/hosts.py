@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,10 @@ class Hosts:
         """That were sent where it was cut."""
         return self._switch.packets_cut
 
+    def carried_bytes(self, source: int, target: int) -> int:
+        """That ``source`` has sent to ``target``, and that were not lost."""
+        return self._switch.carried_bytes[source, target]
+
     def be(self, host: int) -> None:
         """This process is that host, in namespaces that nothing else is in: it was started as ``apart`` says."""
         self._switch.add(host, _up(host))
@@ -146,6 +151,7 @@ class _Switch:
         self._devices: dict[int, int] = {}
         self._queue: list[tuple[float, int, int, bytes]] = []  # (due, number, target, packet)
         self._count = self.packets_cut = 0
+        self.carried_bytes: Counter[tuple[int, int]] = Counter()
         self._free_s: dict[tuple[int, int], float] = {}  # when a slow link's direction has sent all that waits
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe()
@@ -202,6 +208,7 @@ class _Switch:
             sent_s = self._sent_s(source, target, link, len(packet))
             if sent_s is not None:
                 self._count += 1
+                self.carried_bytes[source, target] += len(packet)
                 heapq.heappush(self._queue, (sent_s + link.delay_s, self._count, target, packet))
 
     def _sent_s(self, source: int, target: int, link: Link, size_bytes: int) -> float | None:

@@ -1,7 +1,8 @@
 """The first host of ``test_hosts``: a service, a trainer and an operator. ``python -m tests.e2e.service_host ORDERS``.
 
-ORDERS is JSON: model (folder), listen, and settings. It prints how workers join, then obeys lines of JSON: ``until``, a
-counter, grows by ``more`` while the operator moves requests; an empty line ends training and gives what was seen.
+ORDERS is JSON: model (folder), settings, and workers (that it waits for). It prints how workers join, then obeys lines
+of JSON: ``until``, a counter, grows by ``more`` while the operator moves requests; an empty line ends training and
+gives what was seen.
 """
 
 import asyncio
@@ -21,7 +22,6 @@ from tests.service import ask_move, check_promises, configured, during, running,
 
 GROUPS = 4
 WINDOW = 2
-WORKERS = 2
 CONTEXT_TOKENS = 2048
 
 
@@ -34,8 +34,8 @@ async def main(orders: dict[str, Any]) -> None:
         dora.Trainer(handle.address, token=handle.token) as trainer,
     ):
         say({"address": handle.address, "token": handle.tokens[Role.WORKER], "host_token": handle.tokens[Role.HOST]})
-        await until(operator, lambda status: len(status.workers) == WORKERS)
-        say({"workers": WORKERS})
+        await until(operator, lambda status: len(status.workers) == orders["workers"])
+        say({"workers": orders["workers"]})
         steps: list[list[TrajectoryGroup]] = []
         enough = asyncio.Event()
         training = asyncio.create_task(train(trainer, model, steps, enough))
@@ -52,6 +52,8 @@ async def main(orders: dict[str, Any]) -> None:
         found = {
             "counters": dict(status.counters),
             "moved": len(moved),
+            "versions": len(steps),
+            "arrivals": [[[each.worker, each.arrival] for each in response.worker_history] for response in moved],
             "kv_use": sum(worker.kv_use for worker in status.workers),
             "farthest_logprob": farthest_of(moved, model),
         }

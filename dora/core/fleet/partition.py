@@ -1,5 +1,6 @@
 """The number of workers for each version, and their choice (DORA, section 4.3)."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -77,26 +78,46 @@ class WorkerCandidate:
     loaded: int  # the version in its memory; -1: none
     target: int  # the version it is to host; -1: none
     kv_tokens: int  # live KV that would have to move if it changed version
+    capacity: float = 1.0  # its speed, of any unit
 
 
 def assign(candidates: Sequence[WorkerCandidate], counts: Mapping[int, int]) -> dict[int, int]:
     """Assigns versions to workers so that the least KV moves. Returns worker -> version.
 
     A worker keeps its version if possible. Workers that have theirs in memory keep it first, the fullest first, so the
-    emptiest change. ``counts`` sum to the number of candidates.
+    emptiest change. ``counts`` sum to the number of candidates. If these differ in capacity, a version gets as much as
+    so many mean workers have, up to half a worker, and at least one.
     """
-    vacancies = {version: count for version, count in counts.items() if count}
+    vacancies = {version: float(count) for version, count in counts.items() if count}
+    mean = sum(candidate.capacity for candidate in candidates) / max(1, len(candidates))
     chosen: dict[int, int] = {}
     fullest_first = sorted(candidates, key=lambda c: (-c.kv_tokens, c.target != c.loaded, c.worker))
     for keeps in ("loaded", "target"):
         for candidate in fullest_first:
             version = getattr(candidate, keeps)
-            if candidate.worker not in chosen and vacancies.get(version, 0):
+            share = candidate.capacity / mean
+            if candidate.worker not in chosen and vacancies.get(version, 0.0) > share / 2:
                 chosen[candidate.worker] = version
-                vacancies[version] -= 1
+                vacancies[version] -= share
     rest = [candidate for candidate in candidates if candidate.worker not in chosen]
-    vacant = [version for version in sorted(vacancies) for _ in range(vacancies[version])]
     # the emptiest workers go to the oldest version that lacks one, as it has the earliest deadline
-    for candidate, version in zip(sorted(rest, key=lambda c: (c.kv_tokens, c.worker)), vacant, strict=True):
+    for candidate in sorted(rest, key=lambda c: (c.kv_tokens, c.worker)):
+        share = candidate.capacity / mean
+        lacking = (version for version in sorted(vacancies) if vacancies[version] > share / 2)
+        version = next(lacking, None)
+        if version is None:
+            version = max(vacancies, key=lambda version: (vacancies[version], -version))
         chosen[candidate.worker] = version
+        vacancies[version] -= share
+    _cover(candidates, sorted(vacancies), chosen)
     return chosen
+
+
+def _cover(candidates: Sequence[WorkerCandidate], versions: Sequence[int], chosen: dict[int, int]) -> None:
+    """Gives each version without a worker the emptiest one of the version that has most."""
+    for version in versions:
+        have = Counter(chosen.values())
+        if not have[version]:
+            donor = max(have, key=lambda each: (have[each], -each))
+            emptiest = min((c.kv_tokens, c.worker) for c in candidates if chosen[c.worker] == donor)
+            chosen[emptiest[1]] = version

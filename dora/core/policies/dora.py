@@ -51,7 +51,10 @@ class DoraPolicy(BasePolicy):
         elif len(goal) == 1:
             targets = dict.fromkeys(indexes.tolist(), next(iter(goal)))
         else:
-            columns = (indexes, workers.loaded[indexes], workers.target[indexes], workers.kv_used[indexes])
+            columns = (
+                *(indexes, workers.loaded[indexes], workers.target[indexes], workers.kv_used[indexes]),
+                1.0 / workers.step_scale[indexes],
+            )
             rows = [WorkerCandidate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
             targets = assign(rows, goal)
         return Plan(targets, plan_moves(view, targets, self.config))

@@ -21,7 +21,7 @@ from dora.core.handoff.table import (
 )
 from dora.core.plan import Trigger
 from dora.core.rules.placement import arrive, leave_queue, orphan, queue_again, remove, start
-from dora.core.state import IDLE, WAITING, Pending, State
+from dora.core.state import IDLE, RUNNING, WAITING, Pending, State
 from dora.errors import Conflict, NotFound
 
 MOVE_REST_S = 5.0  # pause after a refused move
@@ -132,7 +132,10 @@ def requested(state: State, event: on.MigrationRequested) -> None:
     elif target.free < (needed := state.parked_kv_of(row)):
         allowed = f"a pool with room for {needed:,} tokens of KV"
         raise Conflict("--to", event.target_worker, allowed, why=f"has room for {target.free:,}")
-    if pool is None:
+    source = state.owner(row)
+    if source is not None and isinstance(target, Worker) and state.requests["status"][row] == RUNNING:
+        move(state, row, source, target, Trigger.OPERATOR.value)
+    elif pool is None:
         begin(state, row, target, Trigger.OPERATOR.value)
     else:
         assert isinstance(target, Worker)

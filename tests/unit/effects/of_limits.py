@@ -183,10 +183,14 @@ def reports(config: Config, place: Place) -> int:
 
 LATER: Final = "tests/e2e/test_orphans_fake.py::test_a_worker_ends_where_no_service_comes_back"
 
+ZONES: Final = "tests/unit/test_places.py::test_the_link_between_zones_decides_whether_kv_crosses"
+
 ROWS: Final[dict[str, Row]] = {
     "balance.handoff_timeout_s": Seen(12.0, until_undone, 12),
     "host.lease_s": Shown("tests/unit/test_host_service.py::test_a_host_is_lost_once_nothing_of_it_is_heard"),
     "host.notice_s": Shown("tests/e2e/test_host_notice.py::test_hosts_leave_by_a_deadline_and_every_group_comes_once"),
+    "host.zone_link_bytes_per_s": Shown(ZONES),
+    "host.zone_link_latency_s": Shown(ZONES),
     "workers.silence_timeout_s": Seen(5.0, until_unanswered, 65),
     "workers.load_timeout_s": Seen(12.0, until_load_fails, 12),
     "service.trainer_stall_timeout_s": Shown(
