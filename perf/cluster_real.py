@@ -31,7 +31,7 @@ from dora.rpc.roles import Role
 PROGRAM: Final = str(Path(__file__).with_name("cluster.py"))
 PROCESSES: Final = 4  # that speak for the hosts
 WATCH_MS: Final = 50
-GROUPS: Final = 20  # of a step
+GROUPS: Final = 32  # of a step
 PERIOD_S: Final = 60.0  # between two nodes that are taken
 AWAY_S: Final = 30  # a node is gone for so long
 BLOCK_S: Final = 4 * PERIOD_S  # of disturbed and of undisturbed time, by turns
@@ -57,7 +57,7 @@ prompts = "tiny"
 size = 3
 [rollout]
 group_size = 8
-max_tokens = 200
+max_tokens = 100
 [workers]
 engine = "fake"
 count = 0
