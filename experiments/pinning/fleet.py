@@ -29,6 +29,7 @@ RULES: Final[tuple[Rule, ...]] = (
     "pinned", "kept", "computed again", "discarded at an update", "discarded when too old",
 )  # fmt: skip
 WINDOWS: Final = (3, 2, 4, 1)
+WIDE: Final = 6  # a window of *pinned* alone, for the staleness that the oldest sessions of the others reach
 PAUSES: Final = (1.0, 10.0, 3.0, 0.1)
 WARMUP, STEPS = 3, 8
 LIMIT_S: Final = 60 * STEP_S  # without a step: it stands still
@@ -163,6 +164,7 @@ def runs() -> Iterator[Run]:
     for window, pause in sorted(of_pause, key=lambda each: WINDOWS.index(each[0]) + PAUSES.index(each[1])):
         for rule in RULES:
             yield Run(rule, window, pause)
+    yield from (Run(RULES[0], WIDE, pause) for pause in PAUSES)
 
 
 def stored(run: Run, folder: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from experiments.convergence.page import estimated, table
 from experiments.convergence.plots import COLOURS, draw_mean, drawn, legend, panel
 from experiments.pinning.cell import BY_NAME, REGIMES, Cell, Failures
 from experiments.pinning.fleet import PAUSES as FLEET_PAUSES
-from experiments.pinning.fleet import RULES, WINDOWS, runs
+from experiments.pinning.fleet import RULES, WIDE, WINDOWS, runs
 from experiments.pinning.grid import (
     FAILED_REGIMES,
     FAILING,
@@ -169,7 +169,7 @@ def _failures(of: Results) -> str:
 def _fleet(of: Results) -> str:
     rows = []
     for rule in RULES:
-        for window in sorted(WINDOWS):
+        for window in sorted((*WINDOWS, WIDE)):
             found = [of.fleet(rule, window, pause) for pause in sorted(FLEET_PAUSES)]
             cells = (f"{each['step_s'] / 60:.1f} ({each['oldest']})" if each else "-" for each in found)
             rows += [[f"{rule}, window {window}", *cells]] if any(found) else []
@@ -186,7 +186,12 @@ def findings(of: Results) -> Iterator[str]:
         yield f"Its logprob error is {mean:.0e} in the mean ({bar}: {_verdict(mean <= ERROR_MAX)})."
         yield f"Its largest logprob error is {largest:.0e} ({bar}: {_verdict(largest <= ERROR_MAX)})."
     for pause in (each for each in sorted(FLEET_PAUSES) if each >= 1.0):
-        every = [each for rule in RULES for window in WINDOWS if (each := of.fleet(rule, window, pause)) is not None]
+        every = [
+            each
+            for rule in RULES
+            for window in (*WINDOWS, WIDE)
+            if (each := of.fleet(rule, window, pause)) is not None
+        ]
         own = [each for each in every if each["run"]["rule"] == RULES[0]]
         others = [each for each in every if each not in own]
         if own and others:
