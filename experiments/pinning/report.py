@@ -187,10 +187,7 @@ def findings(of: Results) -> Iterator[str]:
         yield f"Its largest logprob error is {largest:.0e} ({bar}: {_verdict(largest <= ERROR_MAX)})."
     for pause in (each for each in sorted(FLEET_PAUSES) if each >= 1.0):
         every = [
-            each
-            for rule in RULES
-            for window in (*WINDOWS, WIDE)
-            if (each := of.fleet(rule, window, pause)) is not None
+            each for rule in RULES for window in (*WINDOWS, WIDE) if (each := of.fleet(rule, window, pause)) is not None
         ]
         own = [each for each in every if each["run"]["rule"] == RULES[0]]
         others = [each for each in every if each not in own]
