@@ -93,8 +93,9 @@ class Run:
 
     @property
     def specification(self) -> dict[str, Any]:
-        """As it reads in a result."""
-        return json.loads(json.dumps({**asdict(self), "scenario": self.scenario.model_dump(mode="json")}))
+        """As it reads in a result, without defaults: a setting that the simulator gets later makes no other run."""
+        scenario = self.scenario.model_dump(mode="json", exclude_defaults=True)
+        return json.loads(json.dumps({**asdict(self), "scenario": scenario}))
 
 
 class Fleet(World):

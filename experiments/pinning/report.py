@@ -193,14 +193,24 @@ def findings(of: Results) -> Iterator[str]:
         others = [each for each in every if each not in own]
         if own and others:
             yield _compared(pause, "at any staleness", min(own, key=_step_s), min(others, key=_step_s))
-            no_staler = [
-                (min(allowed, key=_step_s), each)
-                for each in others
-                if (allowed := [found for found in own if found["oldest"] <= each["oldest"]])
-            ]
-            if no_staler:
-                worst = max(no_staler, key=lambda pair: _step_s(pair[0]) / _step_s(pair[1]))
-                yield _compared(pause, "never staler than the other, at its worst", *worst)
+            yield from _no_staler(pause, own, [each for each in others if each["run"]["window"] > 1])
+
+
+def _no_staler(pause: float, own: Sequence[Result], others: Sequence[Result]) -> Iterator[str]:
+    """Compares each of the others with the fastest pinned fleet whose oldest session is at most as stale."""
+    ratios = {
+        (each["run"]["rule"], each["run"]["window"]): min(map(_step_s, allowed)) / _step_s(each)
+        for each in others
+        if (allowed := [found for found in own if found["oldest"] <= each["oldest"]])
+    }
+    if ratios:
+        rule, window = max(ratios, key=ratios.__getitem__)
+        largest = ratios[rule, window]
+        yield (
+            f"Fleet, pause {pause:g}, with an oldest session that is at most as stale: pinned takes "
+            f"{min(ratios.values()):.2f} to {largest:.2f} times as long as another, the most beside *{rule}* (window "
+            f"{window}); at most {SLOWER_MAX:g}: {_verdict(largest <= SLOWER_MAX)}."
+        )
 
 
 def _step_s(found: Result) -> float:
