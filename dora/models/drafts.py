@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from dora.data.limits import DRAFT_TOKENS_MAX
 from dora.data.strict_json import json_object
 from dora.errors import InvalidValue, LimitExceeded
-from dora.models import kv_token_bytes
+from dora.models import context_tokens, kv_token_bytes
 from dora.models.text_part import text_part
 from dora.system.memory import memory_bytes
 
 FIELD: Final = "workers.speculation"
 PREFIX: Final = "model:"
+DRAFT_CONTEXT_MIN: Final = 4 * DRAFT_TOKENS_MAX
 
 
 def draft_folder(speculation: str) -> Path | None:
@@ -31,13 +33,16 @@ def check_draft(folder: Path, model: Path, workers: int = 1) -> None:
     if not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         allowed = f"the folder of a causal language model: {', '.join(map(str, names)) or 'this one'} is none"
         raise InvalidValue(FIELD, given, allowed)
+    if (context_tokens(folder) or DRAFT_CONTEXT_MIN) < DRAFT_CONTEXT_MIN:
+        raise InvalidValue(FIELD, given, f"a draft model with a context of at least {DRAFT_CONTEXT_MIN} tokens")
     kinds = {str(kind) for kind in config.get("layer_types") or ()}
     if not kv_token_bytes(folder) or any("attention" not in kind or kind == "linear_attention" for kind in kinds):
         allowed = "a draft model whose layers all have a KV-cache: after a refused draft, no state can go back"
         raise InvalidValue(FIELD, given, allowed)
-    if config.get("vocab_size") != target.get("vocab_size") or not _tokenise_alike(folder, model):
-        sizes = f"{config.get('vocab_size')} tokens, and the model {target.get('vocab_size')}"
-        raise InvalidValue(FIELD, given, f"a draft model of the model's own vocabulary: it has {sizes}")
+    sizes = config.get("vocab_size"), target.get("vocab_size")
+    if sizes[0] != sizes[1] or not _tokenise_alike(folder, model):
+        said = f"it has {sizes[0]} tokens of {sizes[1]}" if sizes[0] != sizes[1] else "its tokenizer.json is another"
+        raise InvalidValue(FIELD, given, f"a draft model of the model's own vocabulary: {said}")
     needed_bytes = workers * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if needed_bytes > memory_bytes():
         allowed = f"a smaller draft model or fewer workers: {workers} take {needed_bytes:,} bytes of host memory"

@@ -64,6 +64,9 @@ def test_the_cache_of_a_draft_model_is_bounded(folder: Path) -> None:
     small, large = (DraftModel(folder, "float32", 16, 128, each * 128 * TOKEN_BYTES) for each in (3, 99))
     assert (small.rows, large.rows) == (3, 16)
     assert large.size_bytes - small.size_bytes == 13 * 128 * TOKEN_BYTES
+    short = DraftModel(folder, "float32", 1, 16, MIB)  # a draft may be longer than a context
+    short.follow([("a", array("i", range(15)))])
+    assert len(short.draft([("a", array("i", range(15)))], 16, greedy)[0]) == 16
     with refused(InvalidValue, field="workers.history_mb"):
         DraftModel(folder, "float32", 16, 128, 20 * TOKEN_BYTES)
 
@@ -136,7 +139,8 @@ def test_folders_that_cannot_draft_are_refused(folder: Path, tmp_path: Path) -> 
     tokenizer["model"]["vocab"] = {name: -1 - each for name, each in tokenizer["model"]["vocab"].items()}
     (vocabulary / "tokenizer.json").write_text(json.dumps(tokenizer))
     states = changed(layer_types=["linear_attention", "full_attention"])
-    for given in (tmp_path / "nowhere", tmp_path, head, vocabulary, changed(vocab_size=65), states):
+    short = changed(max_position_embeddings=32)
+    for given in (tmp_path / "nowhere", tmp_path, head, vocabulary, changed(vocab_size=65), states, short):
         with refused(InvalidValue, field="workers.speculation", value=f"model:{given}"):
             check_draft(given, folder)
     with refused(LimitExceeded, field="workers.speculation"):

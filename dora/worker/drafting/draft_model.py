@@ -17,10 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from dora.data.limits import DRAFT_TOKENS_MAX
 from dora.errors import InvalidValue
+from dora.models.drafts import DRAFT_CONTEXT_MIN
 
 CHUNK_TOKENS: Final = 512  # of one request in a forward pass
 TOGETHER_TOKENS: Final = 2 * DRAFT_TOKENS_MAX  # requests with fewer new tokens each share a forward pass
-WINDOW_MIN: Final = 4 * DRAFT_TOKENS_MAX
 
 
 @dataclass(slots=True)
@@ -72,7 +72,8 @@ class DraftModel:
     """Drafts for at most ``rows`` requests at a time. ``size_bytes`` is its memory: weights and KV."""
 
     def __init__(self, folder: Path, dtype: str, slots: int, context_tokens: int, most_bytes: int) -> None:
-        """``folder`` has passed ``check_draft``. The KV of at most ``slots`` requests takes up to ``most_bytes``.
+        """``folder`` has passed ``check_draft``. The KV of at most ``slots`` requests, up to ``context_tokens`` of each,
+        takes up to ``most_bytes``.
 
         Raises InvalidValue if transformers does not load it, or the KV of no request fits.
         """
@@ -85,9 +86,9 @@ class DraftModel:
             cache = self._model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
         token_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         most_tokens = most_bytes // token_bytes
-        self._window = min(context_tokens, most_tokens)
-        if self._window < min(WINDOW_MIN, context_tokens):
-            allowed = f"at least {-(-WINDOW_MIN * token_bytes // 10**6)}, for KV of the draft model"
+        self._window = max(DRAFT_CONTEXT_MIN, min(context_tokens, most_tokens))
+        if most_tokens < DRAFT_CONTEXT_MIN:
+            allowed = f"at least {-(-DRAFT_CONTEXT_MIN * token_bytes // 10**6)}, for KV of the draft model"
             raise InvalidValue("workers.history_mb", most_bytes // 10**6, allowed)
         self.rows = min(slots, most_tokens // self._window)
         self._layers = [_Layer(self.rows, self._window + 1) for _ in cache.layers]  # the last place is for padding

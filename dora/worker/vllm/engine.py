@@ -24,7 +24,7 @@ from dora.engine_patches.patch import PatchFailed
 from dora.kvtier.chunks import ChunkShape
 from dora.kvtransfer.device import DeviceMemory
 from dora.kvtransfer.snapshot import FullBlocks, KvSnapshot, SegmentId
-from dora.models import routing
+from dora.models import context_tokens, routing
 from dora.models.drafts import check_draft, draft_folder
 from dora.models.ends import end_token_ids
 from dora.weights.canary_bounds import bound_of
@@ -367,8 +367,8 @@ def _drafter_of(settings: EngineSettings) -> Drafter:
     from dora.worker.drafting.draft_model import DraftModel
     from dora.worker.drafting.model_drafter import ModelDrafter
 
-    most_bytes, context_tokens = settings.history_bytes, settings.max_model_len_tokens
-    model = DraftModel(folder, settings.dtype, settings.slots, context_tokens, most_bytes)
+    tokens = min(settings.max_model_len_tokens, context_tokens(folder) or settings.max_model_len_tokens)
+    model = DraftModel(folder, settings.dtype, settings.slots, tokens, settings.history_bytes)
     log.info(
         "drafts by %s: %.3g MB of weights and KV, %d requests at a time", folder, model.size_bytes / 1e6, model.rows
     )
