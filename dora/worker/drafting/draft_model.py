@@ -72,8 +72,8 @@ class DraftModel:
     """Drafts for at most ``rows`` requests at a time. ``size_bytes`` is its memory: weights and KV."""
 
     def __init__(self, folder: Path, dtype: str, slots: int, context_tokens: int, most_bytes: int) -> None:
-        """``folder`` has passed ``check_draft``. The KV of at most ``slots`` requests takes up to ``most_bytes``, for up
-        to ``context_tokens`` of each.
+        """``folder`` has passed ``check_draft``. The KV of at most ``slots`` requests takes up to ``most_bytes``, for
+        up to ``context_tokens`` of each.
 
         Raises InvalidValue if transformers does not load it, or the KV of no request fits.
         """
