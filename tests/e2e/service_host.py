@@ -53,7 +53,7 @@ async def main(orders: dict[str, Any]) -> None:
             "counters": dict(status.counters),
             "moved": len(moved),
             "versions": len(steps),
-            "arrivals": [[[each.worker, each.arrival] for each in response.worker_history] for response in moved],
+            "arrivals": [[[each.worker_id, each.arrival] for each in response.worker_history] for response in moved],
             "kv_use": sum(worker.kv_use for worker in status.workers),
             "farthest_logprob": farthest_of(moved, model),
         }

@@ -47,7 +47,7 @@ class Run:
         zones: Sequence[str] = ("", ""),
         **settings: Any,
     ) -> None:
-        """``certificates``: of ``make_cluster``, for mutual TLS; agents then have no token. ``zones``: of each agent."""
+        """``certificates``: of ``make_cluster``, for mutual TLS; agents then have no token. ``zones``: the agents'."""
         self.hosts = hosts
         content = {"model": str(model), "settings": {**SETTINGS, **settings}, "workers": len(zones)}
         orders = json.dumps(content)

@@ -65,7 +65,8 @@ class Reservations:
         if dispatcher.rates.step_s and dispatcher.rates.pace_s and self._stale(dispatcher):
             self.token_s = self._fastest_s = TUNING.safety * dispatcher.rates.pace_s
             if dispatcher.are_unlike:
-                self._fastest_s = TUNING.safety * min(map(dispatcher.token_s_on, dispatcher.workers()))
+                paces_s = map(dispatcher.token_s_on, dispatcher.workers())
+                self._fastest_s = TUNING.safety * min(paces_s, default=dispatcher.rates.pace_s)
             self.schedule = schedule_of(dispatcher)
 
     def _stale(self, dispatcher: Dispatcher) -> bool:
