@@ -1,6 +1,6 @@
 """What machines cost that a scheduler takes and gives back.
 
-    python perf/cluster.py [--only notice spot kinds join] [--hours 2] [--steps 12] [--json]
+    python perf/cluster.py [--only notice spot kinds join] [--hours 2] [--steps 6] [--json]
     PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
 
 In the simulator, which drives the service's own core:
@@ -8,9 +8,9 @@ notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after
 what becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost.
 spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a
 step, of 24 machines, beside that of the same machines undisturbed. Generation is the bottleneck of both.
-kinds: two kinds of machines in two zones (the preset two-kinds-64). The time of a step over the bubble-free time of the
-sum of their capacities: by the default policy, by one that takes a worker with room at random and knows neither speeds
-nor zones, and of each kind alone over its own.
+kinds: two kinds of machines in two zones (the preset two-kinds-128). The time of a step over the bubble-free time of the
+sum of their capacities: by the default policy, by one that takes a worker with room at random and knows no speeds
+and no zones, and of each kind alone over its own.
 The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
 
 With real processes (perf/cluster_real.py):
@@ -205,7 +205,7 @@ def _seen_alike(view: View) -> View:
 def kinds(options: argparse.Namespace) -> dict[str, Any]:
     if "random_kinds" not in POLICIES:
         register("random_kinds", RandomPolicy)
-    both = preset("two-kinds-64")
+    both = preset("two-kinds-128")
     at_random = both.model_copy(update={"balance": both.balance.model_copy(update={"policy": "random_kinds"})})
     alone = {f"{kind.name}_alone": _of_kind(both, kind) for kind in both.cluster.kinds}
     found = {}
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=64, help="for join")
     parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
     parser.add_argument("--nodes", type=int, default=12, help="for slurm: that run hosts")
-    parser.add_argument("--steps", type=int, default=12, help="measured, for kinds")
+    parser.add_argument("--steps", type=int, default=6, help="measured, for kinds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with collecting_rarely():

@@ -23,6 +23,7 @@ from dora.core.groups.evaluations import RunningEvaluations
 from dora.core.groups.freshness import Freshness
 from dora.core.groups.queues import Backlog, WaitingRequests
 from dora.core.groups.window import Window
+from dora.core.handoff.choice import TYPICAL
 from dora.core.handoff.table import Handoff
 from dora.core.table import Column, Table
 from dora.core.worklist import Worklist
@@ -145,7 +146,7 @@ class State:
         self.adaptive = AdaptiveSize(config.window) if config.window.is_adaptive else None
         self.predictor = PREDICTORS[config.balance.predictor]()
         self.cost = CostModel.of(config.balance.cost) if config.balance.cost is not None else None
-        self.places = Places(self.cost)
+        self.places = Places(self.cost, TYPICAL)
         self.rates = Rates()
         self.freshness = Freshness(config.window.freshness)
         self.state_tokens = self.cost.state_tokens if self.cost is not None else 0

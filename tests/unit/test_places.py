@@ -32,7 +32,7 @@ def ended(places: Places, host: str, scale: float, tokens: int = 1000) -> None:
 
 
 def test_the_speed_of_a_kind_is_measured_once_there_are_two() -> None:
-    places = Places(COST)
+    places = Places(COST, COST)
     ended(places, "a", 1.5)
     assert places.step_scale("a") == 1.0, "nobody has said what machines there are"
     for host, kind in (("a", "slow"), ("b", "slow"), ("c", "fast")):
@@ -45,7 +45,7 @@ def test_the_speed_of_a_kind_is_measured_once_there_are_two() -> None:
 
 
 def test_without_a_cost_model_speeds_are_relative_to_the_mean() -> None:
-    places = Places(None)
+    places = Places(None, COST)
     for host in "ab":
         places.describe(on.HostDescribed(host, host))
     ended(places, "a", 1.0)
@@ -61,7 +61,7 @@ def test_without_a_cost_model_speeds_are_relative_to_the_mean() -> None:
 def test_kv_crosses_if_its_copy_is_faster_than_its_prefill(
     kv_token_s: float, latency_s: float, crosses: tuple[bool, bool]
 ) -> None:
-    places = Places(COST)
+    places = Places(COST, COST)
     places.describe(on.HostDescribed("near"))
     places.describe(on.HostDescribed("far", "", "far", kv_token_s, latency_s))
     assert tuple(places.crosses("near", "far", tokens) for tokens in (100, 1000)) == crosses

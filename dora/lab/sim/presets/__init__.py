@@ -26,7 +26,7 @@ from dora.lab.sim.tasks import mixed_tokens, shapes_of
 from dora.lab.sim.workload import moments
 
 NAMES: Final = (
-    *("dora-64", "dora-128", "longcat-4096", "fleet-1024", "agent-64", "agent-1024", "hybrid-64", "two-kinds-64"),
+    *("dora-64", "dora-128", "longcat-4096", "fleet-1024", "agent-64", "agent-1024", "hybrid-64", "two-kinds-128"),
     "small",
 )
 LISTED_BY: Final = "dora simulate presets"  # command that lists them
