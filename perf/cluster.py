@@ -8,9 +8,9 @@ notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after
 what becomes of the KV that a machine has at its notice: it moves, its response ends in place, or it is lost.
 spot: every 60 s a machine is taken with a 30 s notice, and another one comes 30 s after it has gone. The time of a
 step, of 24 machines, beside that of the same machines undisturbed. Generation is the bottleneck of both.
-kinds: two kinds of machines in two zones (the preset two-kinds-128). The time of a step over the bubble-free time of the
-sum of their capacities: by the default policy, by one that takes a worker with room at random and knows no speeds
-and no zones, and of each kind alone over its own.
+kinds: two kinds of machines in two zones (the preset two-kinds-128). The time of a step over the bubble-free time of
+the sum of their capacities: by the default policy, by one that takes a worker with room at random and knows neither
+speeds nor zones, and of each kind alone over its own.
 The simulator's ledger raises if a group is lost, delivered twice, of two versions or too stale.
 
 With real processes (perf/cluster_real.py):
