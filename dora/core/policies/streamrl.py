@@ -107,7 +107,8 @@ class StreamRlPolicy(OneStepPolicy):
             return latency_s(samples, mean_tokens, prompt_tokens, hosts[0], dispatcher.cost)
 
         groups = dedicated_groups(lengths.tolist(), len(hosts), latency)
-        self._dedicated = frozenset(worker.index for worker in hosts[:groups])
+        fastest = sorted(hosts, key=dispatcher.step_scale)
+        self._dedicated = frozenset(worker.index for worker in fastest[:groups])
         self._threshold = float(np.quantile(lengths, 1 - ALPHA)) if groups else float("inf")
         self._sorted = None
 

@@ -94,9 +94,10 @@ def check_cluster(scenario: Scenario) -> None:
     if not cluster.colocated and cluster.rollout_gpus >= cluster.gpus:
         raise InvalidValue("cluster.rollout_gpus", cluster.rollout_gpus, f"less than cluster.gpus, {cluster.gpus}")
     longest, prompt_tokens = longest_context_tokens(scenario.workload)
-    if cluster.kv_tokens < longest:
+    least = min(cluster.engines_by_kind, key=lambda kind: kind.kv_tokens)
+    if least.kv_tokens < longest:
         allowed = f"at least the {longest} of the longest response, with a prompt of {prompt_tokens} tokens"
-        raise InvalidValue("cluster.kv_tokens", cluster.kv_tokens, allowed)
+        raise InvalidValue("cluster.kv_tokens", least.kv_tokens, allowed)
     if scenario.redundant_fraction > 0.0 and not spare_groups(scenario.redundant_fraction, batch):
         allowed = f"0, or at least 1/{batch}, one group of trainer.groups_per_step"
         raise InvalidValue("redundant_fraction", scenario.redundant_fraction, allowed)
@@ -168,7 +169,7 @@ def _report(scenario: Scenario, world: World, meter: Meter, steps: int, seed: in
         bound_min=expected_bound_s(scenario) / 60,
         bound_consumed_min=of_consumed / steps / 60,
         work_done_over_consumed=_work_done_s(scenario, first, last) / of_consumed,
-        kv_utilisation=context / steps_done / cluster.kv_tokens if steps_done else 0.0,
+        kv_utilisation=context / steps_done / cluster.mean_kv_tokens if steps_done else 0.0,
         violations=counters.c1_violations + consumed.out_of_window,
         lost=lost,
         duplicated=world.ledger.duplicated(),

@@ -119,6 +119,12 @@ class Cluster(Section):
         sizes = [{"slots": each.slots or self.slots, "kv_tokens": each.kv_tokens or self.kv_tokens} for each in kinds]
         return tuple(each.model_copy(update=size) for each, size in zip(kinds, sizes, strict=True))
 
+    @property
+    def mean_kv_tokens(self) -> float:
+        """KV of an engine, the mean of all."""
+        kinds = self.engines_by_kind
+        return sum(kind.engines * kind.kv_tokens for kind in kinds) / sum(kind.engines for kind in kinds)
+
     def kind_of(self, number: int) -> EngineKind:
         """The kind of the engine with this number. Engines beyond the cluster's are of the last kind."""
         for kind in self.engines_by_kind:

@@ -203,7 +203,7 @@ class Meter:
                 self._hosts(worker.worker_id, worker.version, now_s)
         elif isinstance(event, on.Progress) and now_s - self._sampled_s.get(event.worker_id, -1e9) >= KV_SAMPLE_S:
             self._sampled_s[event.worker_id] = now_s
-            share = event.kv_used_tokens / self.world.scenario.cluster.kv_tokens
+            share = event.kv_used_tokens / self.world.kind_of(event.worker_id).kv_tokens
             self.timeline.kv.append((now_s, _number(event.worker_id), share))
         elif isinstance(event, on.WorkerLost):
             version, since_s = self._hosting.pop(event.worker_id, (-1, now_s))

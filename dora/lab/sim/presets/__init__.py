@@ -119,6 +119,8 @@ def planned(scenario: Scenario) -> Scenario:
         raise InvalidValue(
             "--split", "plan", f"preset: {scenario.balance.policy} is colocated, its roles share all of them"
         )
+    if cluster.kinds:
+        raise InvalidValue("--split", "plan", "preset: cluster.kinds has engines of several kinds")
     if trainer.step_s <= 0.0:
         raise InvalidValue("--split", "plan", f"preset: training takes trainer.step_s = {trainer.step_s}, no time")
     option = EngineOption(cluster.gpus_per_engine, CostModel.of(cluster.cost), cluster.slots, cluster.kv_tokens)
