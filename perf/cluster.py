@@ -1,6 +1,7 @@
 """What machines cost that a scheduler takes and gives back.
 
-    python perf/cluster.py [--only notice spot kinds join] [--hours 2] [--steps 6] [--json]
+    python perf/cluster.py [--only notice spot kinds] [--hours 2] [--steps 6] [--json]
+    python perf/cluster.py --only join [--json]
     PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
 
 In the simulator, which drives the service's own core:
@@ -248,7 +249,7 @@ def main() -> None:
         asyncio.run(cluster_real.be_hosts(address, model, int(first), int(count)))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "kinds", "join"])
+    parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "kinds"])
     parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")
     parser.add_argument("--hosts", type=int, default=64, help="for join")
     parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
