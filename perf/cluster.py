@@ -32,9 +32,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from zlib import crc32
 
-import numpy as np
-
 import cluster_real
+import numpy as np
 
 from dora.config import WindowConfig
 from dora.core import commands as do
