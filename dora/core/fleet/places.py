@@ -92,13 +92,13 @@ class Places:
     def are_near(self, one: str, other: str) -> bool:
         return not self._hosts or self.of(one).zone == self.of(other).zone
 
-    def link(self, one: str, other: str) -> CostModel:
-        """The cost model whose ``copy_s`` is that of KV between two hosts."""
+    def copy_s(self, one: str, other: str, kv_tokens: float) -> float:
+        """Seconds to copy a request's KV, and its state, from one host to another."""
         if self.are_near(one, other):
-            return self._model
+            return self._model.copy_s(kv_tokens)
         here, there = self.of(one), self.of(other)
         token_s = max(here.kv_token_s, there.kv_token_s, self._model.copy_token_s)
-        return self._model.across(token_s, max(here.latency_s, there.latency_s))
+        return max(here.latency_s, there.latency_s) + token_s * (kv_tokens + self._model.state_tokens)
 
     def crosses(self, one: str, other: str, kv_tokens: float) -> bool:
         """Returns whether KV goes from one host to another: within a zone always, between two only if that is faster
@@ -107,7 +107,7 @@ class Places:
         if self.are_near(one, other):
             return True
         prefill_s = self._prefill_token_s * self.step_scale(other)
-        return self.link(one, other).copy_s(kv_tokens) < kv_tokens * prefill_s
+        return self.copy_s(one, other, kv_tokens) < kv_tokens * prefill_s
 
     def _mean(self) -> float:
         if self._cost is not None:

@@ -54,7 +54,6 @@ class CostModel:
     shared_fraction: float = 0.0  # share of all weights that every token reads: attention, embeddings, shared experts
     draft_acceptance: float = 0.0  # probability that a drafted token is accepted; 0: the engine drafts none
     draft_verify_s: float = 0.0  # seconds of a step to verify drafts at all
-    copy_latency_s: float = 0.0  # seconds of a copy of KV, however small: between two zones
 
     @classmethod
     def of(cls, config: CostConfig) -> "CostModel":
@@ -73,11 +72,6 @@ class CostModel:
         """The cost of an engine whose steps and prefills take ``scale`` times as long. Copies take as long."""
         return self if scale == 1.0 else _scaled(self, scale)
 
-    def across(self, kv_token_s: float, latency_s: float) -> "CostModel":
-        """The cost with copies over a link that takes ``kv_token_s`` for one token's KV, and ``latency_s`` besides."""
-        state_s = self.state_tokens * kv_token_s
-        return replace(self, copy_token_s=kv_token_s, copy_state_s=state_s, copy_latency_s=latency_s)
-
     def matmul_s(self, running: int) -> float:
         """The part of a step that depends only on the number of running requests."""
         if not running:
@@ -90,7 +84,7 @@ class CostModel:
 
     def copy_s(self, kv_tokens: float, requests: int = 1) -> float:
         """Seconds to copy the KV of so many tokens, and the states of so many requests, into or out of a pool."""
-        return self.copy_latency_s + self.copy_token_s * kv_tokens + self.copy_state_s * requests
+        return self.copy_token_s * kv_tokens + self.copy_state_s * requests
 
     def computed_s(self, tokens: int) -> float:
         """Seconds of a step that computes so many tokens, without their KV and whatever they yield.

@@ -126,7 +126,7 @@ def _roomiest(state: State, row: int, host: str, left_s: float, *, needs_slot: b
         and worker.rests_until_s <= state.now_s
         and (worker.is_empty or worker.kv_expected + kv_tokens <= pressure * worker.kv_tokens)
         and places.crosses(host, worker.host, kv_tokens)
-        and places.link(host, worker.host).copy_s(kv_tokens) <= left_s
+        and places.copy_s(host, worker.host, kv_tokens) <= left_s
     ]
 
     def preference(each: Worker) -> tuple[bool, int, int, int]:
