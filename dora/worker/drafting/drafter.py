@@ -30,6 +30,12 @@ class _Drafted:
     promised: float = 0.0  # of the present draft
     misses: int = 0
     rests: int = 0  # steps without a lookup
+    fruitless: int = 0  # lookups in a row without a draft that pays
+
+    def rest(self, fed: int) -> None:
+        """Rests after a lookup without a draft that pays: in a large batch longer each time, as it costs the others."""
+        self.rests = min(BACK_OFF_MAX, fed // LOOKUPS << self.fruitless)
+        self.fruitless = min(self.fruitless + 1, BACK_OFF_MAX)
 
     def miss(self) -> None:
         self.misses += 1
@@ -118,11 +124,15 @@ class Drafter:
                 known.promised = sum(shares)
                 expected += known.promised * known.accuracy
             else:
-                known.rests = self._fed // LOOKUPS
+                known.rest(self._fed)
                 known.accuracy += RECOVERY * (1.0 - known.accuracy)
         drafted = sum(map(len, found.values()))
         if not self._pace.pays(self._fed, drafted, expected):
+            for engine_id in found:
+                self._requests[engine_id].rest(self._fed)
             return {}
+        for engine_id in found:
+            self._requests[engine_id].fruitless = 0
         self._drafted = drafted
         return found
 
