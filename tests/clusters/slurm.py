@@ -123,9 +123,10 @@ def with_marks(marks: Sequence[str], also: str = "") -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            variables = (f"{name}={value} " for name, value in process.environ().items())
-            text = " ".join((*process.cmdline(), *variables))
-        except psutil.Error:
+            # psutil ends at a gap, which a process with another title has in its environment
+            variables = Path(f"/proc/{process.pid}/environ").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            text = f"{' '.join(process.cmdline())} {variables} "
+        except (psutil.Error, OSError):
             continue
         if process.pid != os.getpid() and also in text and any(mark in text for mark in marks):
             found.append(process)
