@@ -1,6 +1,6 @@
 """What machines cost that a scheduler takes and gives back.
 
-    python perf/cluster.py [--only notice spot kinds] [--hours 2] [--steps 6] [--json]
+    python perf/cluster.py [--only notice spot kinds] [--hours 2] [--steps 14] [--json]
     python perf/cluster.py --only join [--json]
     PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
 
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=64, help="for join")
     parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
     parser.add_argument("--nodes", type=int, default=12, help="for slurm: that run hosts")
-    parser.add_argument("--steps", type=int, default=6, help="measured, for kinds")
+    parser.add_argument("--steps", type=int, default=14, help="measured, for kinds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with collecting_rarely():
