@@ -147,7 +147,7 @@ def remembered(requests: Sequence[RequestSpec], responses: dict[str, list[int]])
 def measured(engine: VllmEngine, name: str, batch: int, rounds: int) -> dict[str, float]:
     """Compares an engine with each kind of drafts and without, in turn; the fastest round of each counts."""
     group = max(1, batch // 2)
-    prompts = max(2, 2 * batch // group)
+    prompts = max(2, (8 if batch == FULL else 2) * batch // group)  # large batches try both ways first
     earlier, requests = (requests_of(name, prompts, group, epoch) for epoch in (0, 1))
     known = remembered(earlier, Run(engine, earlier, batch).token_ids)
     best: dict[str, Run] = {}

@@ -9,7 +9,7 @@ from dora.data.remembered import Remembered, scope_of, task_scope_of
 from dora.data.types import RequestSpec, SamplingParams
 from dora.worker.drafting.drafter import BACK_OFF_MAX, Drafter
 from dora.worker.drafting.history import TOKEN_BYTES, History
-from dora.worker.drafting.pace import Pace
+from dora.worker.drafting.pace import SMALL, Pace, Worth
 
 MIB = 1 << 20
 LOOP = [7, 8, 9, 10, 11, 12, 13, 14]
@@ -129,6 +129,35 @@ def test_an_interrupted_step_is_no_measure() -> None:
 
 
 # Drafter.
+
+
+def looked(requests: int, step_s: float, tokens_with_drafts: int, steps: int = 2_000) -> float:
+    """The share of steps that look for drafts, where a step without lookups takes a second."""
+    worth, found = Worth(), 0
+    for _ in range(steps):
+        looks = worth.looks(requests)
+        found += looks
+        worth.stepped(requests, step_s if looks else 1.0, tokens_with_drafts if looks else requests, looked=looks)
+    return found / steps
+
+
+def test_a_large_batch_looks_for_drafts_only_while_that_pays() -> None:
+    assert looked(64, 1.2, 64) < 0.03, "lookups cost time, and nothing is found"
+    assert looked(64, 1.2, 70) < 0.03, "a draft costs more than it brings"
+    assert looked(64, 1.2, 128) > 0.97
+    assert looked(SMALL, 1.2, SMALL) == 1.0, "each request of a small batch rests by itself"
+
+
+def test_a_large_batch_changes_its_mind() -> None:
+    worth = Worth()
+    shares = []
+    for tokens in (64, 128, 64):  # with drafts
+        looks = [worth.looks(64)]
+        for _ in range(1_000):
+            worth.stepped(64, 1.2 if looks[-1] else 1.0, tokens if looks[-1] else 64, looked=looks[-1])
+            looks.append(worth.looks(64))
+        shares.append(sum(looks[-300:]) / 300)
+    assert shares[0] < 0.1 and shares[1] > 0.9 and shares[2] < 0.1
 
 
 def test_siblings_and_earlier_epochs_and_sessions_of_a_task_are_drafted() -> None:

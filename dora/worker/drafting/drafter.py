@@ -9,7 +9,7 @@ from dora.data.limits import DRAFT_TOKENS_MAX
 from dora.data.remembered import PROMPT_TOKENS, Remembered, scope_of
 from dora.data.types import RequestSpec
 from dora.worker.drafting.history import History, Sequence_
-from dora.worker.drafting.pace import Pace
+from dora.worker.drafting.pace import Pace, Worth
 
 LOOKUPS: Final = 16  # without a draft that pays, in a step: a request of a larger batch rests some steps after one
 MISSES_MAX: Final = 4  # drafts in a row of which nothing was accepted, before a request pauses
@@ -30,12 +30,6 @@ class _Drafted:
     promised: float = 0.0  # of the present draft
     misses: int = 0
     rests: int = 0  # steps without a lookup
-    fruitless: int = 0  # lookups in a row without a draft that pays
-
-    def rest(self, fed: int) -> None:
-        """Rests after a lookup without a draft that pays: in a large batch longer each time, as it costs the others."""
-        self.rests = min(BACK_OFF_MAX, fed // LOOKUPS << self.fruitless)
-        self.fruitless = min(self.fruitless + 1, BACK_OFF_MAX)
 
     def miss(self) -> None:
         self.misses += 1
@@ -53,11 +47,15 @@ class Drafter:
         self._tasks: dict[bytes, bytes] = {}  # scope of a task by that of its prompt
         self._requests: dict[str, _Drafted] = {}
         self._pace = Pace()
+        self._worth = Worth()
         self._clock = clock
-        self._began_s = 0.0
+        self._began_s = 0.0  # of the step's engine
+        self._looked_s = 0.0  # when its drafts began
         self._fed = 0
         self._least = 1.0  # share of a token that still pays
         self._drafted = 0
+        self._gained = 0  # tokens of the step
+        self._looks = False
         self._is_measured = False
         self._tokens = 1.0  # of a request in a step
         self._accuracy = 1.0  # of all requests
@@ -100,9 +98,11 @@ class Drafter:
         """Begins a step that is fed so many tokens without drafts, one of each decoding request. Returns whether a
         draft can pay.
         """
-        self._began_s, self._fed, self._drafted = self._clock(), fed, 0
+        self._began_s = self._looked_s = self._clock()
+        self._fed, self._drafted, self._gained = fed, 0, 0
+        self._looks = self._worth.looks(fed)
         self._least = self._pace.least_share(fed, self._tokens * fed) if fed else 1.0
-        return self._least < 1.0
+        return self._looks and self._least < 1.0
 
     def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
         """Returns the step's drafts, of at most ``room`` tokens for each request, if they pay."""
@@ -124,15 +124,11 @@ class Drafter:
                 known.promised = sum(shares)
                 expected += known.promised * known.accuracy
             else:
-                known.rest(self._fed)
+                known.rests = self._fed // LOOKUPS
                 known.accuracy += RECOVERY * (1.0 - known.accuracy)
         drafted = sum(map(len, found.values()))
         if not self._pace.pays(self._fed, drafted, expected):
-            for engine_id in found:
-                self._requests[engine_id].rest(self._fed)
             return {}
-        for engine_id in found:
-            self._requests[engine_id].fruitless = 0
         self._drafted = drafted
         return found
 
@@ -143,7 +139,9 @@ class Drafter:
     def stepped(self) -> None:
         """Ends a step."""
         if self._is_measured:
-            self._pace.observe(self._clock() - self._began_s, self._fed + self._drafted, drafted=self._drafted > 0)
+            now_s = self._clock()
+            self._pace.observe(now_s - self._began_s, self._fed + self._drafted, drafted=self._drafted > 0)
+            self._worth.stepped(self._fed, now_s - self._looked_s, self._gained, looked=self._looks)
             self._is_measured = False
 
     def sampled(self, engine_id: str, token_ids: Sequence[int], drafted: int) -> None:
@@ -153,6 +151,7 @@ class Drafter:
             return
         self._history.extend(known.sequence, token_ids)
         known.tokens += len(token_ids)
+        self._gained += len(token_ids)
         self._tokens += 0.01 * (len(token_ids) - self._tokens)
         if drafted:
             accepted = min(drafted, len(token_ids) - 1)

@@ -5,6 +5,7 @@ pays if its probability times the time of a token exceeds its cost. A full batch
 pays there; a small one spends it on the constant.
 """
 
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,8 @@ PRIOR_STEPS: Final = 2.0  # that the prior counts as
 PRIOR_SHARE: Final = 0.03  # of a step's constant, for one token, before anything is known
 LEAST_MIN: Final = 0.05
 OUTLIER: Final = 4.0  # times the usual step: no measure of this engine's cost
+SMALL: Final = 16  # requests: in a batch up to this, a lookup costs little, and each request rests by itself
+TRIAL_STEPS, ROUND_STEPS = 4, 256  # of a larger batch: tried with and without lookups, and from trial to trial
 
 
 class Pace:
@@ -77,3 +80,44 @@ class Pace:
         weights = PRIOR_STEPS * np.diag([1.0, 16.0, 1.0])
         base, token, verify = np.linalg.solve(self._moments + weights, self._sums + weights @ prior)
         self.base_s, self.token_s, self.verify_s = max(0.0, base), max(0.0, token), max(0.0, verify)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """Sums without lookups and with them, in which old steps fade."""
+
+    steps: int = 0
+    took_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    tokens: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def token_s(self, *, looked: bool) -> float:
+        return self.took_s[looked] / self.tokens[looked] if self.tokens[looked] else 0.0
+
+
+class Worth:
+    """Tells whether large batches look for drafts, by the measured time of a token with lookups and without. Each size
+    (within a factor of two) tries both in turn, and stays with the faster one until the next trial.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Timed] = {}
+
+    def looks(self, requests: int) -> bool:
+        """Returns whether the next step of so many requests looks for drafts."""
+        if requests <= SMALL:
+            return True
+        timed = self._sizes.setdefault(requests.bit_length(), _Timed())
+        place, timed.steps = timed.steps % ROUND_STEPS, timed.steps + 1
+        if place < 2 * TRIAL_STEPS:
+            return place >= TRIAL_STEPS
+        return timed.token_s(looked=True) < timed.token_s(looked=False)
+
+    def stepped(self, requests: int, step_s: float, tokens: int, *, looked: bool) -> None:
+        """Enters a step, with the tokens that it yielded."""
+        timed = self._sizes.get(requests.bit_length())
+        if timed is None or not tokens:
+            return
+        if usual_s := timed.token_s(looked=looked):
+            step_s = min(step_s, OUTLIER * usual_s * tokens)
+        timed.took_s[looked] = 0.9 * timed.took_s[looked] + step_s
+        timed.tokens[looked] = 0.9 * timed.tokens[looked] + tokens
