@@ -145,3 +145,25 @@ async def test_the_link_between_zones_decides_whether_kv_crosses(tiny_dense: Pat
     described = [event for event in service.posted if isinstance(event, on.HostDescribed) and event.host == "h1"]
     assert described == [on.HostDescribed("h1", "H800", "far", 0.002, 0.25)]
     assert [host.kind for host in service.hosts.statuses()][1:] == [""], "the core has not taken the event here"
+
+
+async def test_a_host_that_comes_back_is_described_again(tiny_dense: Path, tmp_path: Path) -> None:
+    """The core forgets a lost host's machine, so its zone would be the service's."""
+    service = Incarnation(tmp_path, configured(tiny_dense, workers__engine="fake"), Durable())
+    for _ in range(2):
+        session = service.hosts.join(hello("h1", "far"), DIGEST)
+        service.hosts.look(60.0)
+        service.hosts.lose(session, "its machine died")
+    told = [event for event in service.posted if getattr(event, "host", "") == "h1"]
+    assert [type(event) for event in told] == 2 * [on.HostJoined, on.HostDescribed, on.HostLost]
+
+
+def test_machines_that_are_alike_cost_policies_nothing() -> None:
+    places = Places(COST, COST)
+    for host in "ab":
+        places.describe(on.HostDescribed(host, "H800"))
+    assert not places.are_unlike
+    places.describe(on.HostDescribed("c", "H800", "far"))
+    assert places.are_unlike
+    places.forget("c")
+    assert not places.are_unlike

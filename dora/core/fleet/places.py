@@ -46,25 +46,23 @@ class Places:
         self._cost, self._model = cost, cost or typical
         self._prefill_token_s = self._model.prefill_token_s or typical.prefill_token_s
         self._hosts: dict[str, Place] = {}
+        self.are_unlike = False  # machines differ in kind or zone, so policies have to look at them
         self._measured: dict[str, _Measured] = {}
 
     def describe(self, event: on.HostDescribed) -> None:
         self._hosts[event.host] = Place(event.kind, event.zone, event.kv_token_s, event.latency_s)
+        self._compare()
 
     def forget(self, host: str) -> None:
         self._hosts.pop(host, None)
+        self._compare()
 
     def of(self, host: str) -> Place:
         return self._hosts.get(host, UNKNOWN)
 
-    @property
-    def are_unlike(self) -> bool:
-        """Returns whether machines differ in kind or zone, so that policies have to look at them."""
-        return bool(self._hosts)
-
     def generated(self, host: str, tokens: int, took_s: float, running: int, kv_tokens: float) -> None:
         """Notes a response's tokens that this host's worker generated beside ``running`` requests in all."""
-        if not self._hosts or tokens <= 0 or took_s <= 0.0:
+        if not self.are_unlike or tokens <= 0 or took_s <= 0.0:
             return
         found = self._measured.setdefault(self.of(host).kind, _Measured())
         predicted_s = tokens * self._model.decode_step_s(max(1, running), kv_tokens)
@@ -90,7 +88,7 @@ class Places:
         return found.took_s / found.tokens if found is not None and found.tokens >= LEAST_TOKENS else otherwise_s
 
     def are_near(self, one: str, other: str) -> bool:
-        return not self._hosts or self.of(one).zone == self.of(other).zone
+        return not self.are_unlike or self.of(one).zone == self.of(other).zone
 
     def copy_s(self, one: str, other: str, kv_tokens: float) -> float:
         """Seconds to copy a request's KV, and its state, from one host to another."""
@@ -108,6 +106,9 @@ class Places:
             return True
         prefill_s = self._prefill_token_s * self.step_scale(other)
         return self.copy_s(one, other, kv_tokens) < kv_tokens * prefill_s
+
+    def _compare(self) -> None:
+        self.are_unlike = len({(each.kind, each.zone) for each in self._hosts.values()}) > 1
 
     def _mean(self) -> float:
         if self._cost is not None:
