@@ -161,11 +161,14 @@ def text_of(content: bytes) -> str:
 
 
 def bytes_of(text: str) -> bytes:
-    """Decodes URL-safe base64. Raises ValueError."""
+    """Decodes URL-safe base64, of which content has one form only. Raises ValueError."""
     try:
-        return base64.b64decode(text.encode(), altchars=b"-_", validate=True)
+        content = base64.b64decode(text.encode(), altchars=b"-_", validate=True)
     except binascii.Error as error:
         raise ValueError("not base64") from error
+    if text_of(content) != text:
+        raise ValueError("not base64 as it is written here: bits that mean nothing are set")
+    return content
 
 
 def _masked(session: bytes, nonce: bytes, content: bytes) -> bytes:

@@ -100,6 +100,13 @@ def test_a_damaged_credential_is_refused(seed: int) -> None:
         bench.challenges.admit(((name, "".join(damaged)),), METHOD)
 
 
+@pytest.mark.parametrize("text", ["AB==", "AAB=", "A+==", "A", "AA"])
+def test_content_has_one_form(text: str) -> None:
+    """So that a changed letter is always seen."""
+    with pytest.raises(ValueError, match="base64"):
+        proof.bytes_of(text)
+
+
 def test_an_ended_token_is_known_but_not_valid() -> None:
     """So that its worker can believe that it is refused."""
     tokens, nonce = ServiceTokens(owner_token("owner")), secrets.token_bytes(proof.NONCE_BYTES)

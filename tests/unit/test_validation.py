@@ -47,7 +47,7 @@ def refusal(model: type[BaseModel], *overrides: str) -> str:
             "trainer = 3 is not valid: it must be a section with groups_per_step, step_s, micro_batches, streams",
         ),
         ("trainer.steps=3", "trainer.steps = 3 is not valid: did you mean step_s? One of groups_per_step, step_s"),
-        ("slots=3", "slots = 3 is not valid: did you mean cluster.slots? One of name, window"),
+        ("slots=3", "slots = 3 is not valid: did you mean cluster.slots or cluster.kinds.slots? One"),
         (
             "cost.step_s=3",
             "cost.step_s = 3 is not valid: did you mean balance.cost or cluster.cost? One of name",

@@ -116,7 +116,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         self._drafter: Drafter | None = None
         if settings.speculation:
             self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
-            self._drafter = self._scheduler.drafter = _drafter_of(settings)
+            self._drafter = self._scheduler.drafter = _drafter_of(settings, self._device)
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -360,10 +360,9 @@ class VllmEngine(BaseEngine[EngineRequest]):
         return logprobs.tolist()
 
 
-def _drafter_of(settings: EngineSettings) -> Drafter:
+def _drafter_of(settings: EngineSettings, device: Device) -> Drafter:
     if (folder := draft_folder(settings.speculation)) is None:
         return Drafter(settings.history_bytes, is_shared=settings.speculation == "history")
-    from dora.engine_patches.cpu.own_noise import sampled_alike
     from dora.worker.drafting.draft_model import DraftModel
     from dora.worker.drafting.model_drafter import ModelDrafter
 
@@ -372,4 +371,4 @@ def _drafter_of(settings: EngineSettings) -> Drafter:
     log.info(
         "drafts by %s: %.3g MB of weights and KV, %d requests at a time", folder, model.size_bytes / 1e6, model.rows
     )
-    return ModelDrafter(model, sampled_alike)
+    return ModelDrafter(model, device.draft_sampler())

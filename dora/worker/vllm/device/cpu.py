@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dora.engine_patches.mapped_weights import Source
     from dora.weights.image import ImageNote
+    from dora.worker.drafting.model_drafter import Choose
 
 log = logging.getLogger("dora.worker")
 
@@ -72,6 +73,11 @@ class Cpu:
 
     def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
         check_verifiable(settings, has_state=has_state)
+
+    def draft_sampler(self) -> "Choose":
+        from dora.engine_patches.cpu.own_noise import sampled_alike
+
+        return sampled_alike
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches.cpu import registry

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dora.engine_patches.mapped_weights import Source
     from dora.weights.image import ImageNote
+    from dora.worker.drafting.model_drafter import Choose
 
 CHUNK_TOKENS: Final = 8192  # of prompts in one step, beside decodes
 LANDING_SHIFT: Final = 7  # KV that arrives straight from a GPU may take a 128th of this one's memory
@@ -71,6 +72,9 @@ class Cuda:
         if settings.speculation.startswith("model:"):
             allowed = "off, history or ngram: draft models run on CPUs"
             raise InvalidValue("workers.speculation", settings.speculation, allowed)
+
+    def draft_sampler(self) -> "Choose":
+        raise NotImplementedError("draft models run on CPUs: check_speculation refuses them here")
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches import mapped_weights, own_noise_v2, stages_in_turn

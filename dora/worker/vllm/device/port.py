@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from dora.engine_patches.mapped_weights import Source
     from dora.weights.image import ImageNote
+    from dora.worker.drafting.model_drafter import Choose
 
 Kind = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -75,6 +76,11 @@ class Device(Protocol):
 
     def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
         """Raises InvalidValue if drafts cannot be verified here; with ``has_state`` layers keep a state."""
+
+    def draft_sampler(self) -> "Choose":
+        """Returns how a draft model chooses tokens as the engine does. It is asked only if ``check_speculation`` allows
+        such models.
+        """
 
     def patches(self) -> Sequence[Patch]:
         """Returns the patches to vLLM, in the order in which they apply."""
