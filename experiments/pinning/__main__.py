@@ -27,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s = began_s + 60 * options.minutes if options.minutes else math.inf
     cells, runs = list(grid.cells()), list(fleet.runs())
     if not options.tell_only:
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # products of this size are slower on two threads
+        for library in (
+            "OPENBLAS",
+            "OMP",
+        ):  # products of this size are slower on two threads, far slower if cores are busy
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
         may_begin = lambda: time.monotonic() < until_s  # noqa: E731
         grid.make(cells[options.part :: options.parts], options.out / "cells", may_begin, _say)
         fleet.make(runs[options.part :: options.parts], options.out / "fleet", may_begin, _say)
