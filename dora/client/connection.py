@@ -27,6 +27,7 @@ _channels: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, int]] = WeakKeyDic
 
 Reply = TypeVar("Reply", covariant=True)
 Stub = TypeVar("Stub")
+Result = TypeVar("Result")
 
 
 class Method(Protocol[Reply]):
@@ -194,6 +195,16 @@ class Patience:
             raise ServiceUnavailable(said, self.field, self.total_s) from error
         self._next_s = min(2 * wait_s, self.longest_s)
         return wait_s
+
+
+async def until_answered(call: Callable[[], Awaitable[Result]], within_s: float) -> Result:
+    """Repeats a call, which may be, until the service answers. Raises ServiceUnavailable after ``within_s``."""
+    patience = Patience(within_s)
+    while True:
+        try:
+            return await call()
+        except ServiceUnavailable as error:
+            await patience.wait(error)
 
 
 def check_count(field: str, value: int) -> None:

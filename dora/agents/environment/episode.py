@@ -8,7 +8,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dora.agents.chat.message import checked_tools
 from dora.agents.chat.rendering import Tools
@@ -24,13 +24,11 @@ from dora.agents.environment.verdicts import ConversationDigest, VerdictCache, i
 from dora.agents.front.model import ServedModel
 from dora.agents.front.source import Sampled
 from dora.agents.front.turns import Texts
-from dora.client.connection import Patience
+from dora.client.connection import until_answered
 from dora.client.sessions import Turn
 from dora.data.trajectory import Int32Array
 from dora.errors import InvalidValue
-from dora.rpc.errors import ServiceUnavailable
 
-Result = TypeVar("Result")
 NAME_CHARACTERS = 128
 LONG_CHARACTERS = 1 << 16  # of a chat that is tokenised beside the event loop
 BEGIN_CHARACTERS = 8  # for each token of the context: enough of a message to know that it has no room
@@ -148,12 +146,15 @@ class Episodes:
                 ask = await self._asked(tree, chat, new, tools)
                 inputs = [*tree.branches[ask.branch].token_ids, *ask.inputs] if ask.begins else ask.inputs
                 call = session.begin if ask.begins else session.ask
-                turn = await until_answered(partial(call, inputs, name=name))
+                # a repeated turn is sampled once
+                turn = await until_answered(partial(call, inputs, name=name), RECONNECT_S)
             except InvalidValue as error:
                 if not numbers or error.field != "given_token_ids":
                     raise
                 cut = steps.cut(f"no room for another turn: {error}")
-                await until_answered(partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm))
+                await until_answered(
+                    partial(_end, session, cut, numbers, is_cached=False, is_warm=is_warm), RECONNECT_S
+                )
                 return
             parsed = self._parsed(turn, tools, is_thinking=ask.is_thinking)
             message = parsed.message()
@@ -164,7 +165,9 @@ class Episodes:
             if len(numbers) == self.turns and not isinstance(found, End):
                 found = steps.cut(f"environment.turns = {self.turns}")
             if isinstance(found, End):
-                await until_answered(partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm))
+                await until_answered(
+                    partial(_end, session, found, numbers, is_cached=judge.is_cached, is_warm=is_warm), RECONNECT_S
+                )
                 return
             judge.told(found)
             chat, new = [*chat, message, *found], found
@@ -269,13 +272,3 @@ async def _end(session: Driven, end: End, numbers: Sequence[int], *, is_cached: 
     await session.end(
         reward, components=end.components, turn_rewards=rewards, log=end.log, is_cached=is_cached, is_warm=is_warm
     )
-
-
-async def until_answered(call: Callable[[], Awaitable[Result]]) -> Result:
-    """Repeats a call until the service answers: a repeated turn is sampled once. Raises ServiceUnavailable."""
-    patience = Patience(RECONNECT_S)
-    while True:
-        try:
-            return await call()
-        except ServiceUnavailable as error:
-            await patience.wait(error)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dora.agents.environment.attending import Attending
 from dora.agents.environment.calls import Calls, EnvironmentFailed
-from dora.agents.environment.episode import Episodes, until_answered
+from dora.agents.environment.episode import RECONNECT_S, Episodes
 from dora.agents.environment.guard import Guard
 from dora.agents.environment.loading import runs_elsewhere
 from dora.agents.environment.pool import WarmPool
@@ -19,6 +19,7 @@ from dora.agents.environment.verdicts import VerdictCache
 from dora.agents.environment.verifiers import harness_episodes
 from dora.agents.front.model import served_model
 from dora.client import Operator
+from dora.client.connection import until_answered
 from dora.client.sessions import Sessions
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
@@ -68,7 +69,7 @@ async def run_environment(options: EnvironmentOptions, ready: Callable[[], None]
             await processes.shared()  # loads the class
             pool = WarmPool(processes.make, settings.warm, starting, settings.timeout_s, calls)
             context, verdicts = (
-                (await until_answered(sessions.describe)).max_model_len_tokens,
+                (await until_answered(sessions.describe, RECONNECT_S)).max_model_len_tokens,
                 VerdictCache(settings.verdicts),
             )
             episodes = Episodes(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.agents.environment.calls import EnvironmentFailed
-from dora.agents.environment.episode import until_answered
+from dora.agents.environment.episode import RECONNECT_S
 from dora.agents.environment.spec import OPTION
 from dora.agents.environment.verifiers_bridge import KEY_VARIABLE, LINE_BYTES
 from dora.agents.environment.verifiers_process import bridge_argv, bridge_variables
@@ -29,6 +29,7 @@ from dora.agents.front.model import ServedModel
 from dora.agents.front.service import ServiceSession
 from dora.agents.front.sessions import AgentSession, SessionReward
 from dora.agents.front.source import LiveVersions, SessionHandle, SessionOpening
+from dora.client.connection import until_answered
 from dora.client.sessions import Session
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue, NotFound
@@ -171,7 +172,7 @@ class HarnessEpisodes:
             found = running.result()
             await agent.idle.wait()
             await until_answered(
-                partial(agent.close, SessionReward(found["reward"], found["components"], found["log"]))
+                partial(agent.close, SessionReward(found["reward"], found["components"], found["log"])), RECONNECT_S
             )
         finally:
             if running is not None:

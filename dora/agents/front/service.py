@@ -12,7 +12,7 @@ from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from dora.agents.front.source import LiveVersions, Sampled, SessionOpening
-from dora.client.connection import Patience
+from dora.client.connection import Patience, until_answered
 from dora.client.sessions import Session, Sessions, Turn
 from dora.data.sampling import PARAMETERS
 from dora.data.types import Prompt
@@ -120,7 +120,8 @@ class ServiceSession:
         log: str = "",
     ) -> None:
         about: dict[str, Any] = {"components": components, "turn_rewards": turn_rewards, "log": log}
-        await _answered(lambda: self.session.end(reward, **about))
+        # a restarted service still holds the session
+        await until_answered(lambda: self.session.end(reward, **about), RECONNECT_S)
 
     async def give_up(self, reason: str) -> None:
         """Cancels the group: nobody would drive another session in its place."""
@@ -136,19 +137,6 @@ async def _repeated(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         except ServiceUnavailable as error:
             if not any(words in str(error) for words in _REFUSALS):
                 raise
-            await patience.wait(error)
-
-
-async def _answered(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Repeats a call, which may be, until the service has answered. A restarted one still holds what the call ends.
-
-    Raises ServiceUnavailable after RECONNECT_S.
-    """
-    patience = Patience(RECONNECT_S)
-    while True:
-        try:
-            return await call()
-        except ServiceUnavailable as error:
             await patience.wait(error)
 
 
@@ -268,7 +256,7 @@ class Service:
 
     async def withdraw(self, group: str, reason: str) -> None:
         with suppress(NotFound):
-            await _answered(lambda: self._sessions.withdraw(group, reason))
+            await until_answered(lambda: self._sessions.withdraw(group, reason), RECONNECT_S)
 
     async def __aenter__(self) -> Self:
         return self
