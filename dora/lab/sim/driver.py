@@ -48,6 +48,7 @@ class WorkerDriver(Agenda, ABC):
         between_bytes_per_s = cluster.zone_link_bytes_per_s or cluster.link_bytes_per_s
         self._zone_links = Links(between_bytes_per_s, cluster.link_latency_s + cluster.zone_link_latency_s)
         self.crossed_bytes = 0.0  # KV from one zone to another
+        self._kinds: dict[str, EngineKind] = {}  # by name
 
     @abstractmethod
     def to_core(self, worker: SimWorker, event: on.Event) -> None:
@@ -72,7 +73,9 @@ class WorkerDriver(Agenda, ABC):
 
     def kind_of(self, name: str) -> EngineKind:
         """The kind of a worker, or of the worker beside a pool."""
-        return self.scenario.cluster.kind_of(number_of(name))
+        if (kind := self._kinds.get(name)) is None:
+            kind = self._kinds[name] = self.scenario.cluster.kind_of(number_of(name))
+        return kind
 
     def load_s(self) -> float:
         return self.scenario.cluster.load_s
