@@ -129,8 +129,8 @@ class Dispatcher:
         if worker.hosts != version:
             raise IllegalTransition(f"a request of version {version} cannot run on {worker.worker_id} (C1)")
         state, pool, home = self._state, self._state.pool_of(row), self._state.owner(row)
-        end, kv_tokens = home or pool, state.kv_of(row)
-        crosses = end is None or state.places.crosses(end.host, worker.host, kv_tokens)
+        end = home or pool
+        crosses = end is None or state.places.crosses(end.host, worker.host, state.kv_of(row))
         rests = state.requests["rests_until_s"][row] > state.now_s
         if home is not None and home is not worker and crosses and not rests:
             handoff.begin(state, row, worker)

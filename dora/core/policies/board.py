@@ -42,6 +42,7 @@ class Board:
         self.workers, self.requests, self.cost = view.workers, view.requests, view.cost
         self._state_tokens = view.state_tokens
         self._zones, self._crosses = view.zones, view.crosses
+        self.has_zones = len(view.zones) > 1
         self.pools = sorted(view.pools)  # free KV of each pool, the largest last
         self.stays = staying(view, targets)
         self.context = context_tokens(self.requests)  # by row
@@ -82,7 +83,7 @@ class Board:
         that it reaches faster than its prefill there takes. A move to another one is a prefill.
         """
         source = int(self.requests.worker[row])
-        if len(self._zones) < 2 or source < 0:
+        if not self.has_zones or source < 0:
             return np.ones(len(indexes), bool)
         here, at = self._zones[self.workers.zone[source]], self.workers.zone[indexes]
         goes = [self._crosses(here, there, float(self.context[row])) for there in self._zones]

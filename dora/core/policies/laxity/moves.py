@@ -35,7 +35,7 @@ class LevelBoard(Board):
         remaining = requests.remaining_tokens(rows)
         order = np.argsort(-remaining, kind="stable")
         for row, left in zip(rows[order].tolist(), remaining[order].tolist(), strict=True):
-            if not self._move_on(row) and not self._move_on(row, far=True):
+            if not self._move_on(row) and not (self.has_zones and self._move_on(row, far=True)):
                 self.set_aside(row, left * self.token_s(self.index_of(row)))
         assigned, slots, kv_tokens = self.assigned, self.workers.slots, TUNING.fill * self.workers.kv_tokens
         for row, index in self._reserved.to.items():  # even if that worker has other requests to give away first
@@ -52,7 +52,7 @@ class LevelBoard(Board):
         does not go to only if ``far``. Returns whether it did.
         """
         source, peers = self.index_of(row), self.peers(int(self.requests.version[row]))
-        if not far:
+        if self.has_zones and not far:
             peers = peers[self.near(row, peers)]
         slots = self.workers.slots
         levels = np.where(self.assigned[peers] < slots[peers], self._level[peers], np.inf)
