@@ -363,6 +363,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
 def _drafter_of(settings: EngineSettings, device: Device) -> Drafter:
     if (folder := draft_folder(settings.speculation)) is None:
         return Drafter(settings.history_bytes, is_shared=settings.speculation == "history")
+    choose = device.draft_sampler(settings)
     from dora.worker.drafting.draft_model import DraftModel
     from dora.worker.drafting.model_drafter import ModelDrafter
 
@@ -371,4 +372,4 @@ def _drafter_of(settings: EngineSettings, device: Device) -> Drafter:
     log.info(
         "drafts by %s: %.3g MB of weights and KV, %d requests at a time", folder, model.size_bytes / 1e6, model.rows
     )
-    return ModelDrafter(model, device.draft_sampler())
+    return ModelDrafter(model, choose)

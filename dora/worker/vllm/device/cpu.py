@@ -74,7 +74,7 @@ class Cpu:
     def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
         check_verifiable(settings, has_state=has_state)
 
-    def draft_sampler(self) -> "Choose":
+    def draft_sampler(self, settings: EngineSettings) -> "Choose":
         from dora.engine_patches.cpu.own_noise import sampled_alike
 
         return sampled_alike

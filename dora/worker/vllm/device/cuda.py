@@ -69,12 +69,10 @@ class Cuda:
 
     def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
         check_verifiable(settings, has_state=has_state)
-        if settings.speculation.startswith("model:"):
-            allowed = "off, history or ngram: draft models run on CPUs"
-            raise InvalidValue("workers.speculation", settings.speculation, allowed)
 
-    def draft_sampler(self) -> "Choose":
-        raise NotImplementedError("draft models run on CPUs: check_speculation refuses them here")
+    def draft_sampler(self, settings: EngineSettings) -> "Choose":
+        allowed = "off, history or ngram: draft models run on CPUs"
+        raise InvalidValue("workers.speculation", settings.speculation, allowed)
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches import mapped_weights, own_noise_v2, stages_in_turn

@@ -77,10 +77,8 @@ class Device(Protocol):
     def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
         """Raises InvalidValue if drafts cannot be verified here; with ``has_state`` layers keep a state."""
 
-    def draft_sampler(self) -> "Choose":
-        """Returns how a draft model chooses tokens as the engine does. It is asked only if ``check_speculation`` allows
-        such models.
-        """
+    def draft_sampler(self, settings: EngineSettings) -> "Choose":
+        """Returns how a draft model chooses tokens as the engine does. Raises InvalidValue if none runs here."""
 
     def patches(self) -> Sequence[Patch]:
         """Returns the patches to vLLM, in the order in which they apply."""
