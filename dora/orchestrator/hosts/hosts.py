@@ -509,12 +509,12 @@ class Hosts:
 
     def _describe(self) -> None:
         """Tells the core of each host's machine and of the links between zones, at first and when that has changed."""
-        link, token_bytes = self._config.host, self._sessions.kv_token_bytes()
+        link = self._config.host
+        token_s = self._sessions.kv_token_bytes() / link.zone_link_bytes_per_s
         for host in self._hosts.values():
             session = host.session
             zone = "" if session is None else session.zone
             kind = self._own_kind if session is None else _kind_of(session.capacity)
-            token_s = token_bytes / link.zone_link_bytes_per_s
             event = on.HostDescribed(host.name, kind, zone, token_s, link.zone_link_latency_s)
             if self._described.get(host.name) != event:
                 self._described[host.name] = event

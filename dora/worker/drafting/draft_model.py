@@ -1,7 +1,8 @@
 """A small frozen model that drafts tokens, with a KV-cache of its own, apart from the engine's.
 
-Each request has a row of this cache, with the KV of its last tokens: at most a window, begun anew in the middle when it
-is full. A row may be lost at any time, because its KV is computed again from the request's tokens.
+Each request has a row of this cache, with the KV of at most a window of its last tokens. If the window is full, the row
+is computed again for the later half of them. A row may be lost at any time, because its KV is computed again from the
+request's tokens.
 """
 
 from array import array
