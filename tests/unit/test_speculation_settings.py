@@ -1,5 +1,7 @@
 """What of speculation is refused, by name and before an engine starts."""
 
+from dataclasses import replace
+
 import pytest
 
 from dora.config import load_config
@@ -35,3 +37,8 @@ def test_a_model_with_states_is_refused(device: Cpu | Cuda) -> None:
     device.check_speculation(SETTINGS, has_state=False)
     with refused(InvalidValue, field="workers.speculation", value="history"):
         device.check_speculation(SETTINGS, has_state=True)
+
+
+def test_a_host_with_gpus_refuses_a_draft_model() -> None:
+    with refused(InvalidValue, field="workers.speculation", value="model:/x"):
+        Cuda().draft_sampler(replace(SETTINGS, speculation="model:/x"))
