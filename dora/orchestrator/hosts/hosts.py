@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
@@ -32,6 +31,7 @@ from dora.host.launcher import LOCAL, Launcher, check_host_name, check_zone
 from dora.journal import records
 from dora.orchestrator.hosts.expected_hosts import ExpectedHosts
 from dora.orchestrator.hosts.remote import HostSession, RemoteLauncher
+from dora.orchestrator.hosts.statuses import kind_of, status_of
 from dora.orchestrator.hosts.weight_distributor import WeightDistributor
 from dora.orchestrator.hosts.worker_counts import CAUSES, Host, WorkerCounts
 from dora.orchestrator.rollout.streams import DRAINED, MemberSession, MemberSessions
@@ -121,7 +121,7 @@ class Hosts:
         self._hosts[LOCAL] = Host(LOCAL, launcher)
         self._tokens = tokens
         self.folder = folder
-        self._own_kind = _kind_of(capacity_to_wire(folder))
+        self._own_kind = kind_of(capacity_to_wire(folder))
 
     def open_relay(self, listen_host: str, oldest: int = 0, tls: Contexts | None = None) -> None:
         """Opens the relay of the service's own host at this address, after which hosts may join.
@@ -514,7 +514,7 @@ class Hosts:
         for host in self._hosts.values():
             session = host.session
             zone = "" if session is None else session.zone
-            kind = self._own_kind if session is None else _kind_of(session.capacity)
+            kind = self._own_kind if session is None else kind_of(session.capacity)
             event = on.HostDescribed(host.name, kind, zone, token_s, link.zone_link_latency_s)
             if self._described.get(host.name) != event:
                 self._described[host.name] = event
@@ -546,11 +546,11 @@ class Hosts:
     def states(self) -> list[str]:
         expected = self._expected.statuses() if self._expected is not None else ()
         lost = (*expected, *self._lost.values())
-        return [*(_state_of(host) for host in self._hosts.values()), *(shown.state for shown in lost)]
+        return [*(host.state for host in self._hosts.values()), *(shown.state for shown in lost)]
 
     def staying(self) -> list[str]:
         """Returns the joined hosts that are ready and not to leave."""
-        return [host.name for host in self._remote() if _state_of(host) == "ready"]
+        return [host.name for host in self._remote() if host.state == "ready"]
 
     def statuses(self) -> list[pb.HostStatus]:
         """Returns the hosts for operators: the service's own first, then connected, expected and lost ones."""
@@ -559,43 +559,7 @@ class Hosts:
         return [*map(self._status, there), *expected, *self._lost.values()]
 
     def _status(self, host: Host) -> pb.HostStatus:
-        session, workers = host.session, self._state.workers.values()
-        places = self._state.places
-        shown = pb.HostStatus(
-            name=host.name,
-            kind=places.of(host.name).kind,
-            speed=1.0 / places.step_scale(host.name),
-            state=_state_of(host),
-            workers=len(host.launcher.workers),
-            workers_ready=sum(worker.host == host.name and worker.loaded >= 0 for worker in workers),
-        )
-        if session is None:
-            shown.capacity.CopyFrom(capacity_to_wire(self.folder))
-            with contextlib.suppress(OSError):  # a missing run folder is shown as a storage fault
-                shown.versions.extend(self._store.versions())
-            shown.seen_at = time.time()
-            return shown
-        shown.epoch, shown.pid, shown.device = session.epoch, session.pid, session.device
-        shown.zone = session.zone
-        if host.deadline_s:
-            shown.leaves_in_s = max(0.0, host.deadline_s - awake_s())
-        shown.capacity.CopyFrom(session.capacity)
-        shown.versions.extend(sorted(session.versions))
-        shown.seen_at = session.seen_at
-        troubles = (f"{name}: {why}" for name, why in session.troubles.items())
-        shown.reason = "; ".join([*([host.reason] if host.reason else []), *troubles])
-        return shown
+        return status_of(host, self._state, self._store, self.folder)
 
     def _remote(self) -> Iterator[Host]:
         return (host for host in self._hosts.values() if host.session is not None)
-
-
-def _kind_of(capacity: pb.HostCapacity) -> str:
-    """The models of a machine's GPUs, each once."""
-    return ", ".join(sorted(set(capacity.gpus)))
-
-
-def _state_of(host: Host) -> str:
-    if host.draining:
-        return "draining" if host.launcher.workers else "drained"
-    return "failed" if host.is_failed else "ready"

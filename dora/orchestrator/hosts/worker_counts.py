@@ -35,6 +35,12 @@ class Host:
         return self.launcher.failed.done() and not self.launcher.failed.cancelled()
 
     @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining" if self.launcher.workers else "drained"
+        return "failed" if self.is_failed else "ready"
+
+    @property
     def active(self) -> list[str]:
         return [name for name in self.launcher.workers if name not in self.leaving]
 
