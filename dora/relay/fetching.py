@@ -9,20 +9,18 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Final
 
 from dora.errors import Conflict, InvalidValue, TransferFailed
 from dora.kvtransfer.peer import Identity, Peer, greet
-from dora.kvtransfer.transports.transport import Receiver, summed
 from dora.kvtransfer.wire import Frame, Kind, Stream
 from dora.relay.holding import TAG_BYTES, Holding, tag_of
 from dora.relay.link import Link
 from dora.relay.numbering import packed
 from dora.relay.orders import FetchOrder, Upstream
-from dora.relay.serving import TCP, unsummed
 from dora.tls.contexts import Contexts
 from dora.weights.manifest import Manifest, read_manifest
 
@@ -32,7 +30,6 @@ CHECKED_MAX: Final = 4  # chunks that wait for their check while the next ones c
 MEASURED_MIN: Final = 8  # pieces that came without a pause
 CONNECT_S: Final = 5.0  # an upstream that does not answer by then is passed over
 GREETING_WAYS: Final = 4  # messages one after the other until both ends know each other
-MakeReceiver = Callable[[Stream], Receiver]
 Hold = Callable[[Manifest], Holding]
 
 
@@ -69,7 +66,6 @@ class VersionFetch:
     own: Identity
     secret: bytes = field(repr=False)
     hold: Hold  # starts or resumes the reception of a version
-    receivers: Mapping[str, MakeReceiver]  # transports beside TCP, by name, in order of preference
     helpers: Executor
     timeout_s: float
     wait_s: float  # an upstream that only says that more will come is left after this, and the timeout
@@ -85,7 +81,6 @@ class VersionFetch:
     _changed: int = 0  # orders that have replaced the first
     _failed: int = -1  # how many had when it failed
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _only_tcp: set[str] = field(default_factory=set)  # hosts with which another transport has failed
 
     def replace(self, order: FetchOrder) -> None:
         """Replaces the upstreams. A connection to one that is no longer named is closed at once."""
@@ -149,15 +144,12 @@ class VersionFetch:
         return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
-        while True:
-            by_tcp = upstream.host in self._only_tcp
-            try:
-                return self._take(upstream)
-            except TransferFailed as error:
-                self._note(upstream, error)
-                reasons.append(f"{upstream.host}: {error}")
-            if self._stopped or by_tcp or upstream.host not in self._only_tcp:
-                return None
+        try:
+            return self._take(upstream)
+        except TransferFailed as error:
+            self._note(upstream, error)
+            reasons.append(f"{upstream.host}: {error}")
+        return None
 
     def _note(self, upstream: Upstream, error: TransferFailed) -> None:
         level = logging.INFO if self._stopped else logging.WARNING
@@ -168,35 +160,24 @@ class VersionFetch:
     def _take(self, upstream: Upstream) -> Holding:
         measured = Measured()
         stream = self._connect(upstream)
-        receivers: dict[str, Receiver] = {}
-        transport = TCP
         try:
             stream.secure(self.tls, server=False)
             began_s = time.monotonic()
             peer = Peer(upstream.host, upstream.epoch, upstream.address, ())
             far = greet(stream, self.own, peer, self.secret).host != self.own.host
             measured.start_s = (time.monotonic() - began_s) / GREETING_WAYS
-            transport = self._open(stream, upstream, receivers)
-            holding = self._holding
-            assert holding is not None
+            holding = self._open(stream)
             if holding.lacked():
-                receiver, patience_s = receivers.get(transport), self.wait_s + self.timeout_s
-                self._receive(_Arriving(stream, holding, receiver, far, upstream.host, measured, patience_s))
+                self._receive(_Arriving(stream, holding, far, measured, self.wait_s + self.timeout_s))
             lacked = len(holding.lacked())
             if lacked:
                 raise TransferFailed(f"it says that all was sent, and {lacked} chunks are lacking")
             self._seal(holding)
-        except TransferFailed:
-            if transport != TCP:
-                self._only_tcp.add(upstream.host)
-            raise
         except InvalidValue as error:  # the store has no room, or it is another model's
             raise TransferFailed(str(error)) from error
         finally:
             with self._lock:
                 self._stream = self._upstream = None
-            for receiver in receivers.values():
-                receiver.close()
             stream.close()
         self.link, self.taken_from = measured.link(), upstream.host
         return holding
@@ -223,29 +204,17 @@ class VersionFetch:
             raise TransferFailed(self._stopped or f"{upstream.host} is no longer asked")
         return stream
 
-    def _open(self, stream: Stream, upstream: Upstream, receivers: dict[str, Receiver]) -> str:
-        names = [*([] if upstream.host in self._only_tcp else self.receivers), TCP]
-        fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes, "transports": " ".join(names)}
+    def _open(self, stream: Stream) -> Holding:
+        fetch = {"name": self.order.name, "piece_bytes": self.order.piece_bytes}
         stream.send(Kind.FETCH, {**fetch, "manifest": self._holding is None})
-        while (frame := _heard(stream)).kind is Kind.ATTACH:
-            self._attach(stream, frame, receivers)
+        frame = _heard(stream)
         if frame.kind is not Kind.HELD:
             raise TransferFailed(f"it sent {frame.kind.name}, not HELD")
         body = stream.read(frame.body_bytes)
         if self._holding is None:
             self._holding = self.hold(self._manifest(body))
         stream.send(Kind.LACKED, {}, [memoryview(packed(self._holding.lacked()))])
-        return frame.field("transport", str)
-
-    def _attach(self, stream: Stream, frame: Frame, receivers: dict[str, Receiver]) -> None:
-        name, offer = frame.field("transport", str), frame.head.get("offer")
-        try:
-            receivers[name] = self.receivers[name](stream)
-            stream.send(Kind.ATTACHED, {"answer": receivers[name].attach(dict(offer or {}))})
-        except Exception as error:  # each library raises its own kinds; TCP remains
-            if isinstance(error, TransferFailed):
-                raise
-            stream.send(Kind.REFUSED, {"reason": f"{error}"[:200]})
+        return self._holding
 
     def _manifest(self, body: bytes) -> Manifest:
         try:
@@ -267,9 +236,7 @@ class VersionFetch:
 class _Arriving:
     stream: Stream
     holding: Holding
-    receiver: Receiver | None  # None: TCP
     is_far: bool
-    host: str
     measured: Measured
     patience_s: float  # without a chunk
     came_bytes: int = 0
@@ -309,7 +276,7 @@ class _Arriving:
         if not 0 <= first < first + count <= numbering.chunks or len(tags) != (count * TAG_BYTES if self.is_far else 0):
             raise WrongBytes(f"a piece of chunks {first} to {first + count}, with {len(tags)} bytes of tags")
         size = sum(numbering.chunk_bytes(number) for number in numbers)
-        if frame.field("size", int) != size or (self.receiver is None and frame.body_bytes != size):
+        if frame.field("size", int) != size or frame.body_bytes != size:
             raise WrongBytes(f"a piece of {frame.body_bytes} bytes, whose chunks have {size}")
         receiving = self.holding.receiving
         assert receiving is not None
@@ -319,10 +286,7 @@ class _Arriving:
                 raise WrongBytes(f"chunk {index} of {file}, which is here")
             self._seen.add(number)
             target = receiving.place(file, index)
-            if self.receiver is None:
-                self.stream.read_into(target)
-            else:
-                summed(self.receiver.chunk(self.stream, frame, target, unsummed))
+            self.stream.read_into(target)
             tag = tags[at * TAG_BYTES : (at + 1) * TAG_BYTES]
             self._checking.append(helpers.submit(self._check, number, target, tag, secret))
             error = self._settled(CHECKED_MAX)

@@ -96,7 +96,7 @@ def probe_fetch(upstream: Upstream, own: Identity, secret: bytes, name: str, tls
     Raises TransferFailed if the relay has no such version, or sends other bytes.
     """
     with _connected(upstream, own, secret, tls) as (stream, _, is_far):
-        stream.send(Kind.FETCH, {"name": name, "piece_bytes": PIECE_BYTES, "transports": "", "manifest": True})
+        stream.send(Kind.FETCH, {"name": name, "piece_bytes": PIECE_BYTES, "manifest": True})
         held = stream.receive()
         if held.kind is not Kind.HELD:
             raise TransferFailed(f"it does not send {name}: {held.head.get('reason', held.kind.name)}")

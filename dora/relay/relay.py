@@ -10,10 +10,9 @@ A relay decides nothing: its orders name the upstreams (dora/orchestrator/hosts/
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -21,15 +20,11 @@ from dora.errors import InvalidValue, NotFound, TransferFailed, described
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import SECRET_BYTES, Identity
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transports.registry import is_installed
-from dora.kvtransfer.transports.torch_pair import TorchReceiver, TorchSender
-from dora.kvtransfer.transports.transport import Receiver, Sender
-from dora.kvtransfer.wire import Stream
 from dora.relay.background import stand_back
-from dora.relay.fetching import MakeReceiver, VersionFetch
+from dora.relay.fetching import VersionFetch
 from dora.relay.holding import Holding
 from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome
-from dora.relay.serving import TCP, MakeSender, Serving
+from dora.relay.serving import Serving
 from dora.tls.contexts import Contexts
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import Manifest, parsed_name
@@ -39,13 +34,11 @@ log = logging.getLogger("dora.relay")
 FETCHES_MAX: Final = 2  # at once; others wait in their order
 ORDERS_MAX: Final = 64  # that wait or are under way; one more fails
 HELPERS: Final = 2  # threads that check chunks
-TORCH: Final = ("gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
     secret: bytes = field(repr=False)  # 32 random bytes
-    transports: tuple[str, ...] = (TCP,)  # in order of preference; TCP is tried last in any case
     bandwidth_bytes_per_s: float = 0.0  # limit of all that the relay sends; 0: none
     timeout_s: float = 30.0  # a peer that is silent for this long has failed; a busy host may answer late
     wait_s: float = 60.0  # an upstream that delivers nothing new for this long is left for the next one
@@ -83,7 +76,7 @@ class Relay:
         self._helpers = ThreadPoolExecutor(HELPERS, "relay-sum", stand_back)
         self._is_closed = False
         throttle = Throttle(settings.bandwidth_bytes_per_s)
-        serving = Serving(own, settings.secret, self.find, self._senders(), throttle, settings.wait_s)
+        serving = Serving(own, settings.secret, self.find, throttle, settings.wait_s)
         listener.open(serving.serve, settings.timeout_s, settings.tls)
 
     def fetch(self, order: FetchOrder) -> None:
@@ -162,10 +155,8 @@ class Relay:
 
     def _made(self, order: FetchOrder) -> VersionFetch:
         settings = self._settings
-        receivers, times_s = self._receivers(), (settings.timeout_s, settings.wait_s)
-        return VersionFetch(
-            order, self._own, settings.secret, self._hold, receivers, self._helpers, *times_s, tls=settings.tls
-        )
+        times_s = settings.timeout_s, settings.wait_s
+        return VersionFetch(order, self._own, settings.secret, self._hold, self._helpers, *times_s, tls=settings.tls)
 
     def _run(self, fetch: VersionFetch) -> None:
         began_s = monotonic()
@@ -238,20 +229,3 @@ class Relay:
             return self._store.name(version) == name
         except NotFound:
             return False
-
-    def _names(self) -> list[str]:
-        return [name for name in self._settings.transports if name in TORCH and is_installed(name)]
-
-    def _senders(self) -> Mapping[str, MakeSender]:
-        return {name: partial(_torch_sender, name, self._settings.timeout_s, self._helpers) for name in self._names()}
-
-    def _receivers(self) -> Mapping[str, MakeReceiver]:
-        return {name: partial(_torch_receiver, name, self._settings.timeout_s) for name in self._names()}
-
-
-def _torch_sender(name: str, timeout_s: float, helpers: Executor, stream: Stream) -> Sender:
-    return TorchSender(name, stream, timeout_s, helpers)
-
-
-def _torch_receiver(name: str, timeout_s: float, stream: Stream) -> Receiver:
-    return TorchReceiver(name, stream, timeout_s)

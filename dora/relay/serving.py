@@ -1,8 +1,7 @@
 """The sending half: sends a relay's versions, complete or in reception, on one thread for each follower.
 
 follower                               upstream
-FETCH    name, transports      ──────▶
-                               ◀────── ATTACH      of a common transport; ATTACHED or REFUSED answers it
+FETCH    name                  ──────▶
                                ◀────── HELD        the manifest
 LACKED   chunks                ──────▶
                                ◀────── CHUNK       a piece: consecutive chunks, as soon as they are here
@@ -14,17 +13,14 @@ LACKED   chunks                ──────▶
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from dora.errors import InvalidValue, TransferFailed
-from dora.kvtransfer.checksum import Buffer
 from dora.kvtransfer.listener import TICK_S
 from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.throttle import Throttle
-from dora.kvtransfer.transports.transport import Sender
 from dora.kvtransfer.wire import BODY_MAX, Frame, Kind, Stream
 from dora.relay.background import stand_back
 from dora.relay.holding import Holding, Reader
@@ -34,33 +30,22 @@ from dora.relay.probing import answer_probe
 
 log = logging.getLogger("dora.relay")
 
-TCP: Final = "tcp"
 FOLLOWERS_MAX: Final = 32  # at once; more are refused, and ask elsewhere
 AWAITED_S: Final = 1.0  # interval at which a waiting follower hears that its upstream lives
 Find = Callable[[str, float], Holding | None]
-MakeSender = Callable[[Stream], Sender]
 
 
 class Serving:
     """``serve`` runs on each connection's thread. ``find`` returns the local copy of a named version."""
 
-    def __init__(
-        self,
-        own: Identity,
-        secret: bytes,
-        find: Find,
-        senders: Mapping[str, MakeSender],
-        throttle: Throttle,
-        wait_s: float,
-    ) -> None:
-        """``find`` waits up to its second argument in seconds. ``senders`` has the transports beside TCP, by name.
+    def __init__(self, own: Identity, secret: bytes, find: Find, throttle: Throttle, wait_s: float) -> None:
+        """``find`` waits up to its second argument in seconds.
 
         A follower waits ``wait_s`` for new chunks before it is refused.
         """
         self._own = own
         self._secret = secret
         self._find = find
-        self._senders = senders
         self._throttle = throttle
         self._wait_s = wait_s
         self._places = threading.Semaphore(FOLLOWERS_MAX)
@@ -95,20 +80,15 @@ class Serving:
         name, most_bytes = fetch.field("name", str), fetch.field("piece_bytes", int)
         try:
             holding = self._awaited(name, follower)
-            sender = self._attached(stream, fetch.field("transports", str, "").split())
             body = holding.manifest.to_json().encode() if fetch.field("manifest", bool, True) else b""
             if len(body) > BODY_MAX:
                 raise TransferFailed(f"the manifest of {name} has {len(body):,} bytes, a frame at most {BODY_MAX:,}")
-            stream.send(Kind.HELD, {"transport": sender.name if sender else TCP}, [memoryview(body)])
-            try:
-                lacked = unpacked(_body(stream, _expected(stream, Kind.LACKED)), holding.numbering.chunks)
-                is_far = follower.peer.host != self._own.host
-                piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MAX)
-                with holding.reader() as reader:
-                    self._send(_Way(holding, reader, sender, piece_bytes, is_far), follower, lacked)
-            finally:
-                if sender is not None:
-                    sender.close()
+            stream.send(Kind.HELD, {}, [memoryview(body)])
+            lacked = unpacked(_body(stream, _expected(stream, Kind.LACKED)), holding.numbering.chunks)
+            is_far = follower.peer.host != self._own.host
+            piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MAX)
+            with holding.reader() as reader:
+                self._send(_Way(holding, reader, piece_bytes, is_far), follower, lacked)
         except (TransferFailed, InvalidValue) as error:
             stream.send(Kind.REFUSED, {"reason": str(error)})
             raise TransferFailed(str(error)) from error
@@ -122,30 +102,6 @@ class Serving:
                 raise TransferFailed(f"{name} is not here")
             follower.check()
         return holding
-
-    def _attached(self, stream: Stream, numbers: Sequence[str]) -> Sender | None:
-        for name in numbers:
-            if name == TCP:
-                return None
-            make = self._senders.get(name)
-            if make is None:
-                continue
-            sender = make(stream)
-
-            def ask(offer: dict[str, Any], name: str = name) -> dict[str, Any]:
-                stream.send(Kind.ATTACH, {"transport": name, "offer": offer})
-                reply = stream.receive()
-                if reply.kind is not Kind.ATTACHED:
-                    raise _NotAttached(f"{name}: {reply.head.get('reason')}")
-                return dict(reply.head.get("answer") or {})
-
-            try:
-                sender.attach(ask)
-                return sender
-            except _NotAttached as error:
-                log.warning("relay: %s", error)
-                sender.close()
-        return None
 
     def _send(self, way: "_Way", follower: "_Follower", lacked: Sequence[tuple[int, int]]) -> None:
         holding, left = way.holding, {first + more for first, count in lacked for more in range(count)}
@@ -179,17 +135,8 @@ class Serving:
             head["tags"] = b"".join(tags)
         if follower.stopping.is_set():
             raise TransferFailed("this relay ends")
-        if way.sender is None:
-            pace = self._throttle.pass_bytes if self._throttle.is_capped else None
-            follower.stream.send(Kind.CHUNK, head, parts, pace)
-        else:
-            self._throttle.pass_bytes(size)
-            way.sender.chunk(follower.stream, head, parts, unsummed)
-            way.sender.finish()
-
-
-class _NotAttached(TransferFailed):
-    """The follower refused a transport."""
+        pace = self._throttle.pass_bytes if self._throttle.is_capped else None
+        follower.stream.send(Kind.CHUNK, head, parts, pace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +159,15 @@ class _Follower:
 class _Way:
     holding: Holding
     reader: Reader
-    sender: Sender | None
     piece_bytes: int
     is_far: bool  # another host
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         numbering = self.holding.numbering
-        most_bytes = self.piece_bytes if self.sender is None else 0
         first, count, size, file = 0, 0, 0, ""
         for number in numbers:
             chunk_bytes, of_file = numbering.chunk_bytes(number), numbering.place(number)[0]
-            if count and number == first + count and of_file == file and size + chunk_bytes <= most_bytes:
+            if count and number == first + count and of_file == file and size + chunk_bytes <= self.piece_bytes:
                 count, size = count + 1, size + chunk_bytes
                 continue
             if count:
@@ -230,12 +175,6 @@ class _Way:
             first, count, size, file = number, 1, chunk_bytes, of_file
         if count:
             yield first, count
-
-
-def unsummed(parts: Iterable[Buffer]) -> bytes:
-    """Consumes ``parts`` for transports that compute a checksum while they copy. Versions have their own."""
-    deque(parts, maxlen=0)
-    return b""
 
 
 def _expected(stream: Stream, kind: Kind) -> Frame:

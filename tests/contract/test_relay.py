@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dora.errors import InvalidValue, NotFound, TransferFailed
-from dora.kvtransfer.transports.registry import is_installed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
 from dora.weights import files, manifest
@@ -79,15 +78,6 @@ def test_hosts_of_one_machine(tmp_path: Path, model: Path) -> None:
         target.fetch(publish(source.store, 1), source)
         target.arrived()
         assert same(source.store, target.store, 1)
-
-
-@pytest.mark.skipif(not is_installed("gloo"), reason="torch is not installed")
-def test_torch_brings_the_same(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with hosts_of(tmp_path, model, 2, transports=("gloo", "tcp")) as (source, target):
-        target.fetch(publish(source.store, 1), source)
-        target.arrived()
-        assert same(source.store, target.store, 1)
-        assert not caplog.records
 
 
 def test_any_holder_is_an_upstream(hosts: list[Host]) -> None:

@@ -74,7 +74,7 @@ class Scripted:
     def show(self, text: str = "") -> None:
         """The manifest."""
         body = (text or self.manifest.to_json()).encode()
-        self.stream.send(Kind.HELD, {"transport": "tcp"}, [memoryview(body)])
+        self.stream.send(Kind.HELD, {}, [memoryview(body)])
 
     def begin(self) -> None:
         """All words until chunks are wanted."""
@@ -370,7 +370,7 @@ def refusal(stream: Stream) -> str:
 def test_a_list_of_chunks_that_makes_no_sense_is_refused(hosts: list[Host], body: bytes) -> None:
     name = publish(hosts[0].store, 1)
     with a_follower(hosts[0]) as stream:
-        stream.send(Kind.FETCH, {"name": name, "piece_bytes": SMALL, "transports": "tcp"})
+        stream.send(Kind.FETCH, {"name": name, "piece_bytes": SMALL})
         stream.drain(stream.receive().body_bytes)
         stream.send(Kind.LACKED, {}, [memoryview(body)])
         assert "a list of chunks" in refusal(stream)
@@ -389,7 +389,7 @@ def test_a_question_that_makes_no_sense_ends_the_connection(hosts: list[Host], h
 def test_a_follower_that_leaves_costs_nothing(hosts: list[Host], caplog: pytest.LogCaptureFixture) -> None:
     name = publish(hosts[0].store, 1)
     with caplog.at_level(logging.ERROR), a_follower(hosts[0]) as stream:
-        stream.send(Kind.FETCH, {"name": name, "piece_bytes": SMALL, "transports": "tcp"})
+        stream.send(Kind.FETCH, {"name": name, "piece_bytes": SMALL})
         stream.drain(stream.receive().body_bytes)
         stream.send(Kind.LACKED, {}, [memoryview(packed(range(3)))])
     publish_anew(hosts[0].store)
