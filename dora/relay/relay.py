@@ -209,12 +209,11 @@ class Relay:
         return holding
 
     def _take_alike(self, manifest: Manifest, take: Callable[..., int]) -> None:
-        """Copies the chunks that equal those of the base version, or of the newest earlier version.
+        """Copies the chunks that equal those of the newest earlier version.
 
         If that version cannot be read, the remaining chunks must travel.
         """
-        earlier = [version for version in self._store.versions() if 0 < version < manifest.version]
-        base = parsed_name(manifest.base)[0] if manifest.base else max(earlier, default=0)
+        base = max((version for version in self._store.versions() if 0 < version < manifest.version), default=0)
         try:
             with self._store.hold(base, "relay") as folder:
                 copied = take(folder, self._store.manifest(base))

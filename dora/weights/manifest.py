@@ -2,7 +2,7 @@
 
 A version is named by its number and its manifest's digest (``name``); orders and relays use this name, never a path. A
 version published again has another digest. The digest covers every byte of the weights through the chunks' checksums.
-It covers neither the canary, which may become known later, nor the base, which is a hint.
+It does not cover the canary, which may become known later.
 """
 
 import json
@@ -61,13 +61,12 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete version. ``base`` names an earlier version with which it shares most chunks, if known."""
+    """A complete version."""
 
     version: int
     files: tuple[ManifestFile, ...]  # by name
     tensors: tuple[PlacedTensor, ...]  # by name
     canary: Canary | None = None
-    base: str = ""
 
     @cached_property
     def digest(self) -> str:
@@ -116,7 +115,6 @@ class Manifest:
             "version": self.version,
             "chunk_bytes": CHUNK_BYTES,
             "digest": self.digest,
-            "base": self.base,
             "canary": canary,
             "files": [
                 {
@@ -148,7 +146,7 @@ def parsed_name(name: str) -> tuple[int, str]:
     return int(number), digest
 
 
-def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None = None, base: str = "") -> Manifest:
+def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None = None) -> Manifest:
     made, placed = [], []
     for file in files:
         identity, offset = file.identity, file.tensors_at
@@ -161,7 +159,6 @@ def manifest_of(version: int, files: Iterable[Examined], canary: Canary | None =
         tuple(sorted(made, key=lambda file: file.name)),
         tuple(sorted(placed, key=lambda each: each.header.name)),
         canary,
-        base,
     )
 
 
@@ -189,7 +186,6 @@ class _File(BaseModel):
 class _Tree(BaseModel):
     version: _Whole
     digest: _Text
-    base: _Text = ""
     canary: tuple[list[_Whole], list[Annotated[float, Strict()]]] | None = None
     files: Annotated[list[_File], MinLen(1), MaxLen(_FILES_MAX)]
     tensors: list[tuple[_Text, Literal[tuple(DTYPE_BYTES)], list[_Whole], _Text, _Whole]]  # type: ignore[valid-type]
@@ -214,10 +210,8 @@ def read_manifest(text: str) -> Manifest:
         raise InvalidValue("manifest: files", [file.name for file in files][:20], "by name, without duplicates")
     sizes = {file.name: file.file_bytes for file in files}
     tensors = tuple(_placed(each, sizes) for each in read.tensors)
-    if read.base:
-        parsed_name(read.base)
     canary = None if read.canary is None else Canary(tuple(read.canary[0]), tuple(read.canary[1]))
-    manifest = Manifest(read.version, files, tensors, canary, read.base)
+    manifest = Manifest(read.version, files, tensors, canary)
     if read.digest != manifest.digest:
         raise InvalidValue("manifest: digest", read.digest, f"{manifest.digest}, the digest of its files")
     return manifest

@@ -268,7 +268,6 @@ def test_a_manifest_reads_back_and_a_changed_one_is_refused(origin: WeightStore)
         (text.replace('"blake3":"', '"blake3":"x'), "manifest: files.0.blake3"),
         (text.replace('"blake3":"', '"blake3":"00'), "33 of blake3"),
         (text.replace('"files":[', '"files":[5,'), "manifest: files.0"),
-        (text.replace('"base":""', '"base":"v1"'), "version's name"),
         (text.replace('"canary":[[1,2],[', '"canary":[[1,2],["x",'), "manifest: canary"),
         (text.replace('"canary":[[1,2]', '"canary":[[1,-2]'), "manifest: canary"),
         (text.replace(',"F32",', ',"F33",'), "manifest: tensors.0.1"),
