@@ -301,5 +301,5 @@ def _settings(text: str) -> tuple[WorkersConfig, KvConfig]:
 
 
 def _order(fetch: pb.FetchVersion) -> FetchOrder:
-    upstreams = tuple(Upstream(each.host, each.epoch, each.address) for each in fetch.upstreams)
+    upstreams = tuple(Upstream(each.host, each.epoch, each.address, each.base) for each in fetch.upstreams)
     return FetchOrder(fetch.name, upstreams, fetch.piece_bytes)

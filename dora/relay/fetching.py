@@ -17,11 +17,13 @@ from typing import Final
 from dora.errors import Conflict, InvalidValue, TransferFailed
 from dora.kvtransfer.peer import Identity, Peer, greet
 from dora.kvtransfer.wire import Frame, Kind, Stream
-from dora.relay.holding import TAG_BYTES, Holding, tag_of
+from dora.relay.deltas import base_of
+from dora.relay.holding import TAG_BYTES, Find, Holding, Reader, tag_of
 from dora.relay.link import Link
 from dora.relay.numbering import packed
 from dora.relay.orders import FetchOrder, Upstream
 from dora.tls.contexts import Contexts
+from dora.weights.delta import decode
 from dora.weights.manifest import Manifest, read_manifest
 
 log = logging.getLogger("dora.relay")
@@ -31,6 +33,7 @@ MEASURED_MIN: Final = 8  # pieces that came without a pause
 CONNECT_S: Final = 5.0  # an upstream that does not answer by then is passed over
 GREETING_WAYS: Final = 4  # messages one after the other until both ends know each other
 Hold = Callable[[Manifest], Holding]
+Delta = tuple[bytes, memoryview]  # an encoded chunk and the base's
 
 
 class WrongBytes(TransferFailed):
@@ -66,6 +69,7 @@ class VersionFetch:
     own: Identity
     secret: bytes = field(repr=False)
     hold: Hold  # starts or resumes the reception of a version
+    find: Find
     helpers: Executor
     timeout_s: float
     wait_s: float  # an upstream that only says that more will come is left after this, and the timeout
@@ -144,11 +148,14 @@ class VersionFetch:
         return None
 
     def _tried(self, upstream: Upstream, reasons: list[str]) -> Holding | None:
-        try:
-            return self._take(upstream)
-        except TransferFailed as error:
-            self._note(upstream, error)
-            reasons.append(f"{upstream.host}: {error}")
+        for base in dict.fromkeys((upstream.base, "")):
+            try:
+                return self._take(upstream, base)
+            except TransferFailed as error:
+                self._note(upstream, error)
+                reasons.append(f"{upstream.host}: {error}")
+                if not isinstance(error, WrongBytes):
+                    break  # otherwise a base may be damaged, at either end: whole chunks do without it
         return None
 
     def _note(self, upstream: Upstream, error: TransferFailed) -> None:
@@ -157,7 +164,7 @@ class VersionFetch:
         if isinstance(error, WrongBytes):
             self.culprits.add(upstream.host)
 
-    def _take(self, upstream: Upstream) -> Holding:
+    def _take(self, upstream: Upstream, base_name: str) -> Holding:
         measured = Measured()
         stream = self._connect(upstream)
         try:
@@ -167,8 +174,11 @@ class VersionFetch:
             far = greet(stream, self.own, peer, self.secret).host != self.own.host
             measured.start_s = (time.monotonic() - began_s) / GREETING_WAYS
             holding = self._open(stream)
-            if holding.lacked():
-                self._receive(_Arriving(stream, holding, far, measured, self.wait_s + self.timeout_s))
+            with base_of(holding.manifest, base_name, self.find) as base:
+                needed = holding.lacked()
+                stream.send(Kind.LACKED, {"base": base_name if base else ""}, [memoryview(packed(needed))])
+                if needed:
+                    self._receive(_Arriving(stream, holding, base, far, measured, self.wait_s + self.timeout_s))
             lacked = len(holding.lacked())
             if lacked:
                 raise TransferFailed(f"it says that all was sent, and {lacked} chunks are lacking")
@@ -213,7 +223,6 @@ class VersionFetch:
         body = stream.read(frame.body_bytes)
         if self._holding is None:
             self._holding = self.hold(self._manifest(body))
-        stream.send(Kind.LACKED, {}, [memoryview(packed(self._holding.lacked()))])
         return self._holding
 
     def _manifest(self, body: bytes) -> Manifest:
@@ -236,6 +245,7 @@ class VersionFetch:
 class _Arriving:
     stream: Stream
     holding: Holding
+    base: Reader | None  # of deltas
     is_far: bool
     measured: Measured
     patience_s: float  # without a chunk
@@ -263,12 +273,13 @@ class _Arriving:
                 continue
             if frame.kind is not Kind.CHUNK:
                 raise WrongBytes(f"it sent {frame.kind.name}")
-            size, came_s = self._piece(frame, helpers, secret), time.monotonic()
+            self._piece(frame, helpers, secret)
+            came_s = time.monotonic()
             if ready_s:
-                self.measured.add(size, came_s - ready_s)
+                self.measured.add(frame.body_bytes, came_s - ready_s)
             ready_s = came_s if frame.field("more", bool, False) else 0.0
 
-    def _piece(self, frame: Frame, helpers: Executor, secret: bytes) -> int:
+    def _piece(self, frame: Frame, helpers: Executor, secret: bytes) -> None:
         first, count = frame.field("first", int), frame.field("count", int)
         tags = frame.field("tags", bytes, b"")
         numbers = range(first, first + count)
@@ -276,7 +287,10 @@ class _Arriving:
         if not 0 <= first < first + count <= numbering.chunks or len(tags) != (count * TAG_BYTES if self.is_far else 0):
             raise WrongBytes(f"a piece of chunks {first} to {first + count}, with {len(tags)} bytes of tags")
         size = sum(numbering.chunk_bytes(number) for number in numbers)
-        if frame.field("size", int) != size or frame.body_bytes != size:
+        is_delta, fits = frame.field("delta", bool, False), frame.body_bytes == size
+        if is_delta:
+            fits = self.base is not None and count == 1 and 0 < frame.body_bytes <= size + 1
+        if frame.field("size", int) != size or not fits:
             raise WrongBytes(f"a piece of {frame.body_bytes} bytes, whose chunks have {size}")
         receiving = self.holding.receiving
         assert receiving is not None
@@ -286,20 +300,28 @@ class _Arriving:
                 raise WrongBytes(f"chunk {index} of {file}, which is here")
             self._seen.add(number)
             target = receiving.place(file, index)
-            self.stream.read_into(target)
+            delta = None
+            if is_delta and self.base is not None:
+                delta = self.stream.read(frame.body_bytes), self.base.chunk(number)
+            else:
+                self.stream.read_into(target)
             tag = tags[at * TAG_BYTES : (at + 1) * TAG_BYTES]
-            self._checking.append(helpers.submit(self._check, number, target, tag, secret))
+            self._checking.append(helpers.submit(self._check, number, target, tag, secret, delta))
             error = self._settled(CHECKED_MAX)
             if error is not None:
                 raise error
-        return size
 
-    def _check(self, number: int, content: memoryview, tag: bytes, secret: bytes) -> int:
-        """Checks that a chunk in its place belongs to the version. Only then may it be passed on."""
+    def _check(self, number: int, content: memoryview, tag: bytes, secret: bytes, delta: Delta | None) -> int:
+        """Checks that a chunk in its place belongs to the version. Only then may it be passed on.
+
+        Decodes a ``delta`` to its place first. Returns the bytes that crossed the link.
+        """
         file, index = self.holding.numbering.place(number)
         receiving = self.holding.receiving
         assert receiving is not None
         try:
+            if delta is not None:
+                content[:] = decode(*delta, content.nbytes)
             if tag and tag_of(content, secret) != tag:
                 raise WrongBytes(f"{file}: chunk {index} was changed on the way")
             receiving.placed(file, index)
@@ -312,7 +334,7 @@ class _Arriving:
             self.stream.stop()
             raise
         self.holding.add(number, tag)
-        return content.nbytes
+        return content.nbytes if delta is None else len(delta[0])
 
     def _settled(self, most: int) -> TransferFailed | None:
         found: TransferFailed | None = None

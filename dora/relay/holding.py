@@ -2,7 +2,7 @@
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -112,6 +112,12 @@ class Reader:
         self._folder: Path | None = None
 
     def __enter__(self) -> Self:
+        """Holds the version if it is complete. Raises TransferFailed if it was removed or cannot be read."""
+        with ExitStack() as failing:
+            failing.callback(self._stack.close)
+            for file in self._holding.manifest.files if self._holding.is_whole else ():
+                self._map(file.name)
+            failing.pop_all()
         return self
 
     def __exit__(
@@ -143,6 +149,9 @@ class Reader:
             except (InvalidValue, OSError, ValueError) as error:
                 raise TransferFailed(f"{manifest.name} is held no longer: {error}") from error
         return self._maps[file]
+
+
+Find = Callable[[str, float], Holding | None]  # the local copy of a named version; waits up to so many seconds
 
 
 def tag_of(content: memoryview, secret: bytes) -> bytes:

@@ -1,17 +1,21 @@
 """Orders to a relay and their outcomes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dora.relay.link import Link
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A host that has a version or is receiving it. ``address`` is its relay's, host:port."""
+    """A host that has a version or is receiving it. ``address`` is its relay's, host:port.
+
+    ``base`` names another version that both hosts have, if they are in different zones: chunks come as deltas from it.
+    """
 
     host: str
     epoch: int
     address: str
+    base: str = field(default="", compare=False)  # a new one does not end a connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,8 @@ class Relay:
 
     def _made(self, order: FetchOrder) -> VersionFetch:
         settings = self._settings
-        times_s = settings.timeout_s, settings.wait_s
-        return VersionFetch(order, self._own, settings.secret, self._hold, self._helpers, *times_s, tls=settings.tls)
+        found, times_s = (self._hold, self.find), (settings.timeout_s, settings.wait_s)
+        return VersionFetch(order, self._own, settings.secret, *found, self._helpers, *times_s, tls=settings.tls)
 
     def _run(self, fetch: VersionFetch) -> None:
         began_s = monotonic()

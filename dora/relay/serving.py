@@ -3,8 +3,9 @@
 follower                               upstream
 FETCH    name                  ──────▶
                                ◀────── HELD        the manifest
-LACKED   chunks                ──────▶
-                               ◀────── CHUNK       a piece: consecutive chunks, as soon as they are here
+LACKED   chunks, base          ──────▶             the base, between zones: a version for deltas
+                               ◀────── CHUNK       a piece: consecutive chunks, as soon as they are here; one chunk,
+                                                   as a delta, if both have the base
                                ◀────── AWAITED     nothing new for a while, but more is to come
                                ◀────── COMPLETE    all missing chunks were sent
                                ◀────── REFUSED     instead of any of these
@@ -13,7 +14,7 @@ LACKED   chunks                ──────▶
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +24,8 @@ from dora.kvtransfer.peer import Identity, answer
 from dora.kvtransfer.throttle import Throttle
 from dora.kvtransfer.wire import BODY_MAX, Frame, Kind, Stream
 from dora.relay.background import stand_back
-from dora.relay.holding import Holding, Reader
+from dora.relay.deltas import Encoder, base_of
+from dora.relay.holding import Find, Holding, Reader
 from dora.relay.link import PIECE_BYTES_MAX
 from dora.relay.numbering import unpacked
 from dora.relay.probing import answer_probe
@@ -32,7 +34,6 @@ log = logging.getLogger("dora.relay")
 
 FOLLOWERS_MAX: Final = 32  # at once; more are refused, and ask elsewhere
 AWAITED_S: Final = 1.0  # interval at which a waiting follower hears that its upstream lives
-Find = Callable[[str, float], Holding | None]
 
 
 class Serving:
@@ -84,11 +85,14 @@ class Serving:
             if len(body) > BODY_MAX:
                 raise TransferFailed(f"the manifest of {name} has {len(body):,} bytes, a frame at most {BODY_MAX:,}")
             stream.send(Kind.HELD, {}, [memoryview(body)])
-            lacked = unpacked(_body(stream, _expected(stream, Kind.LACKED)), holding.numbering.chunks)
+            told = _expected(stream, Kind.LACKED)
+            lacked = unpacked(_body(stream, told), holding.numbering.chunks)
             is_far = follower.peer.host != self._own.host
             piece_bytes = min(max(most_bytes, 1), PIECE_BYTES_MAX)
-            with holding.reader() as reader:
-                self._send(_Way(holding, reader, piece_bytes, is_far), follower, lacked)
+            base_name = told.field("base", str, "")
+            with holding.reader() as reader, base_of(holding.manifest, base_name, self._find) as base:
+                encoder = Encoder(holding, base) if base is not None else None
+                self._send(_Way(holding, reader, encoder, piece_bytes, is_far), follower, lacked)
         except (TransferFailed, InvalidValue) as error:
             stream.send(Kind.REFUSED, {"reason": str(error)})
             raise TransferFailed(str(error)) from error
@@ -133,6 +137,9 @@ class Serving:
             numbers = range(first, first + count)
             tags = [way.holding.tag(number, part, self._secret) for number, part in zip(numbers, parts, strict=True)]
             head["tags"] = b"".join(tags)
+        if way.encoder is not None:
+            parts = [way.encoder.encoded(first, parts[0])]
+            head |= {"delta": True, "more": False}  # it was not waiting, as it was encoded just now
         if follower.stopping.is_set():
             raise TransferFailed("this relay ends")
         pace = self._throttle.pass_bytes if self._throttle.is_capped else None
@@ -159,15 +166,17 @@ class _Follower:
 class _Way:
     holding: Holding
     reader: Reader
+    encoder: Encoder | None  # for deltas
     piece_bytes: int
     is_far: bool  # another host
 
     def pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         numbering = self.holding.numbering
+        most_bytes = self.piece_bytes if self.encoder is None else 0
         first, count, size, file = 0, 0, 0, ""
         for number in numbers:
             chunk_bytes, of_file = numbering.chunk_bytes(number), numbering.place(number)[0]
-            if count and number == first + count and of_file == file and size + chunk_bytes <= self.piece_bytes:
+            if count and number == first + count and of_file == file and size + chunk_bytes <= most_bytes:
                 count, size = count + 1, size + chunk_bytes
                 continue
             if count:

@@ -2321,14 +2321,16 @@ class FetchVersion(_message.Message):
     def __init__(self, name: _Optional[str] = ..., upstreams: _Optional[_Iterable[_Union[RelayPeer, _Mapping]]] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class RelayPeer(_message.Message):
-    __slots__ = ("host", "epoch", "address")
+    __slots__ = ("host", "epoch", "address", "base")
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     host: str
     epoch: int
     address: str
-    def __init__(self, host: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    base: str
+    def __init__(self, host: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., base: _Optional[str] = ...) -> None: ...
 
 class DropVersion(_message.Message):
     __slots__ = ("name",)

@@ -94,6 +94,11 @@ class Manifest:
                 return file
         raise InvalidValue(f"{self.name}: file", name, f"one of {', '.join(file.name for file in self.files)}")
 
+    def is_laid_out_as(self, other: "Manifest") -> bool:
+        """Returns whether the files have the same sizes, and all tensors the same places in them."""
+        sizes, others = ({file.name: file.file_bytes for file in each.files} for each in (self, other))
+        return sizes == others and self.tensors == other.tensors
+
     def with_canary(self, canary: Canary | None) -> "Manifest":
         """Returns the same weights, and so the same name, with this canary."""
         return replace(self, canary=canary)

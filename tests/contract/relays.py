@@ -3,7 +3,7 @@
 import queue
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ class Host:
     @property
     def upstream(self) -> Upstream:
         return Upstream(self.identity.worker_id, self.identity.epoch, self.relay.address)
+
+    def across(self, base: str) -> Upstream:
+        """Itself as an upstream in another zone."""
+        return replace(self.upstream, base=base)
 
     def fetch(self, name: str, *upstreams: "Host | Upstream", piece_bytes: int = CHUNK_BYTES) -> None:
         asked = tuple(each.upstream if isinstance(each, Host) else each for each in upstreams)
@@ -84,6 +88,19 @@ def publish(store: HostStore, version: int, changed: str = "") -> str:
         if changed in ("", name):
             tensors[name] = generator.standard_normal(tensor.shape).astype(tensor.dtype)
     store.publish(1, version, place_weights(tensors, (), store.begin(1, version)), Canary((1, 2), (-0.5,)))
+    return store.name(version)
+
+
+def publish_step(store: HostStore, version: int, rate: float = 1e-6) -> str:
+    """Publishes the weights of the version before after a small step. Returns the version's name."""
+    assert isinstance(store, WeightStore)
+    generator = np.random.default_rng(version)
+    tensors = load_file(store.folder(version - 1) / FILE)
+    moved = {
+        name: tensor + (rate * generator.uniform(-1, 1, tensor.shape)).astype(tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    store.publish(1, version, place_weights(moved, (), store.begin(1, version)), Canary((1, 2), (-0.5,)))
     return store.name(version)
 
 

@@ -47,10 +47,11 @@ def hosts(tmp_path: Path, model: Path) -> Iterator[list[Host]]:
 
 
 class Scripted:
-    """An upstream that knows version 1 of ``source``; ``act`` has its chunks sent, and the harm."""
+    """An upstream that knows a version of ``source``; ``act`` has its chunks sent, and the harm."""
 
-    def __init__(self, source: Host, act: Callable[["Scripted"], None]) -> None:
-        self.manifest = source.store.manifest(1)
+    def __init__(self, source: Host, act: Callable[[Any], None], version: int = 1) -> None:
+        self.source = source
+        self.manifest = source.store.manifest(version)
         self.numbering = Numbering(self.manifest)
         self.stream: Stream
         self._reader = source.relay.find(self.manifest.name)

@@ -50,6 +50,7 @@ class World:
         self.chance = random.Random(seed)
         self.broadcast = Broadcast()
         self.hosts: dict[str, SimHost] = {}
+        self.zones: dict[str, str] = {}
         self.epochs = dict.fromkeys((f"h{at}" for at in range(HOSTS)), 0)
         self.names: dict[int, str] = {}  # live
         self.newest = 0
@@ -181,7 +182,7 @@ class World:
         kept = {name for _, name, _ in self.past if self.chance.random() < 0.2}
         kept = {name for name in kept if sum(parsed_name(each)[0] == parsed_name(name)[0] for each in kept) == 1}
         self.hosts[host] = SimHost(self.epochs[host], whole=kept)
-        zone = self.chance.choice(PLACES)
+        self.zones[host] = zone = self.chance.choice(PLACES)
         self.obeyed(self.broadcast.joined(host, self.epochs[host], f"{host}:1", zone, kept))
 
     def remind(self) -> None:
@@ -263,6 +264,11 @@ class World:
                         version, _ = parsed_name(command.name)
                         assert self.names.get(version) == command.name, "a version that is not live is fetched"
                         assert all(self.incarnations(each) and each.host != command.host for each in command.upstreams)
+                        for host, base in ((each.host, each.base) for each in command.upstreams if each.base):
+                            number, _ = parsed_name(base)
+                            assert base != command.name and self.names.get(number) == base
+                            assert self.broadcast.has(host, number) and self.broadcast.has(command.host, number)
+                            assert self.zones[host] != self.zones[command.host]
                     self.hosts[command.host].orders.append(command)
                 case Ready():
                     assert command.version in self.names and self.broadcast.has(command.host, command.version)

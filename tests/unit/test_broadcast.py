@@ -132,6 +132,30 @@ def test_one_stream_crosses_to_another_place() -> None:
     assert [host for host, asked in found.items() if host[0] != asked[0][0]] == ["e1"]
 
 
+def test_between_zones_the_nearest_version_that_both_have_is_the_base() -> None:
+    broadcast = of_hosts(2)
+    for host in ("e1", "e2"):
+        broadcast.joined(host, 1, f"{host}:1", "east")
+
+    def bases(commands: list[Command]) -> dict[str, list[tuple[str, str]]]:
+        fetches = [each for each in commands if isinstance(each, Fetch)]
+        return {each.host: [(up.host, up.base) for up in each.upstreams] for each in fetches}
+
+    none = bases(broadcast.published(1, name_of(1), "h0", BODY))
+    assert none == {"h1": [("h0", "")], "e1": [("h1", ""), ("h0", "")], "e2": [("e1", ""), ("h1", ""), ("h0", "")]}
+    for host in ("h1", "e1"):
+        arrived(broadcast, host)
+    broadcast.published(2, name_of(2), "h0", BODY)
+    arrived(broadcast, "e1", 2)
+    base = name_of(1)
+    third = {"h1": [("h0", "")], "e1": [("h1", base), ("h0", name_of(2))], "e2": [("e1", ""), ("h1", ""), ("h0", "")]}
+    assert bases(broadcast.published(3, name_of(3), "h0", BODY)) == third
+    broadcast.retired(1)
+    assert bases(broadcast.lost("h1", 1))["e1"] == [("h0", name_of(2))]
+    late = bases(broadcast.joined("w1", 1, "w1:1", "west", held=[name_of(3)]))
+    assert late == {"w1": [("h0", name_of(3)), ("e1", "")]}, "an older version, as a delta from a newer one"
+
+
 def test_who_sends_wrong_bytes_is_asked_no_more() -> None:
     broadcast = of_hosts(4)
     broadcast.published(1, name_of(1), "h0", BODY)

@@ -395,7 +395,14 @@ class Broadcast:
         avoided = live.avoided.get(host, set())
         there = [each for each in names if each in self._hosts and each not in avoided]
         fit = [each for each in there if not self._hosts[each].is_leaving] or there
-        return tuple(Upstream(each, self._hosts[each].epoch, self._hosts[each].address) for each in fit)
+        return tuple(self._upstream(each, host, version) for each in fit)
+
+    def _upstream(self, giver: str, host: str, version: int) -> Upstream:
+        """Names the base of deltas between zones: of the versions that both hosts have, the nearest by number."""
+        own, other = self._hosts[host], self._hosts[giver]
+        both = own.whole.items() & other.whole.items() if own.zone != other.zone else ()
+        _, base = min(both, key=lambda each: (abs(each[0] - version), each), default=(0, ""))
+        return Upstream(giver, other.epoch, other.address, base)
 
     def _fetch(self, host: str, live: _Version, upstreams: tuple[Upstream, ...]) -> Fetch:
         assert live.chain is not None

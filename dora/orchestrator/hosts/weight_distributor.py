@@ -140,7 +140,7 @@ class WeightDistributor:
         parsed_name(message.name)
         link = Link(message.bytes_per_s, message.start_s) if message.bytes_per_s else None
         outcome = Arrived(message.name, message.upstream, message.came_bytes, message.took_s, link)
-        if link is not None:
+        if message.upstream:
             log.info(
                 "%s has %s from %s: %.1f MB in %.2f s",
                 host, message.name, message.upstream, message.came_bytes / 1e6, message.took_s,
@@ -300,7 +300,10 @@ class WeightDistributor:
         if host == LOCAL:
             self._own(FetchOrder(command.name, command.upstreams, command.piece_bytes))
             return
-        peers = [pb.RelayPeer(host=each.host, epoch=each.epoch, address=each.address) for each in command.upstreams]
+        peers = [
+            pb.RelayPeer(host=each.host, epoch=each.epoch, address=each.address, base=each.base)
+            for each in command.upstreams
+        ]
         fetch = pb.FetchVersion(name=command.name, upstreams=peers, piece_bytes=command.piece_bytes)
         self._order(host, epoch, pb.HostOrder(fetch_version=fetch))
 
