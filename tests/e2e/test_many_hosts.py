@@ -17,7 +17,7 @@ from dora.ops.verify import verify
 from dora.ops.verify.check import read_trajectories
 from dora.ops.verify.committed import missing
 from dora.ops.verify.invariants import violations
-from tests.e2e.service_host import farthest_of
+from tests.e2e.service_host import Weights, farthest_of
 from tests.hosts import Hosts, Link, address_of, has_hosts
 
 pytestmark = pytest.mark.skipif(not has_hosts(), reason="no network namespaces and TUN devices for this user")
@@ -129,7 +129,7 @@ def check_record(run: Run, model: Path) -> set[str]:
     which workers have sampled."""
     recorded = read_trajectories(run.record / TRAJECTORIES_FILE)
     assert not [*violations(recorded, WINDOW), *missing(run.record, recorded)[1]]
-    assert farthest_of(recorded, model) == 0.0
+    assert farthest_of(recorded, Weights(model, "")) == 0.0
     return {segment.worker_id for each in recorded for segment in each.worker_history}
 
 
