@@ -277,6 +277,8 @@ BENCHMARKS: Final = (
         (
             Figure("version to eight hosts, over one", "fanout8_vs_1", "<= 1.2"),
             Figure("decoding during distribution, of undisturbed", "decode_during_broadcast", ">= 0.95", ".3f"),
+            Figure("version to another zone in bfloat16, time of deltas over whole", "zone_delta_vs_whole_BF16"),
+            Figure("version to another zone in float32, the same", "zone_delta_vs_whole_F32"),
         ),
     ),
     Benchmark(

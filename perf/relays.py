@@ -10,6 +10,8 @@ each host included; at links as fast as memory the cores here would be the limit
     bound8_vs_1        T*(9) of appendix C over T*(2), on the link that was measured
     decode_during_broadcast  tokens a second of an engine that decodes while a relay on its host takes a version in and
                        gives it on at the link's rate, over those without
+    zone_delta_vs_whole_BF16, _F32  time until a host in another zone has a version, over 100 Mbit/s: as deltas
+                       from the version before a small step of an optimiser, over whole
 
     .venv/bin/python -m perf.relays [--json] [--plot FILE]
 """
@@ -22,9 +24,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -49,6 +51,10 @@ TENSOR_BYTES: Final = 32 << 20
 WAIT_S: Final = 300.0
 EPOCH: Final = 1
 QUIET_S: Final = 3.0  # of decoding without a broadcast, before and after each with one
+ZONE_BYTES_PER_S: Final = 12.5e6
+ZONE_BODY_BYTES: Final = 32 << 20
+DTYPES: Final = {"BF16": 2, "F32": 4}  # with the bytes of an element
+STEP: Final = 1e-6  # by which a step moves a weight at most
 START_S: Final = 1e-3  # assumed of a link, for the size of the pieces; what was measured is shown
 
 
@@ -93,6 +99,8 @@ def host(told: Connection, folder: str, model: str, name: str, bytes_per_s: floa
                     told.send("dropped")
                 case ("publish", int() as version):
                     told.send(published(store, version))
+                case ("step", int() as version, str() as dtype):
+                    told.send(stepped(store, version, dtype))
     except EOFError:
         relay.close()
 
@@ -107,12 +115,41 @@ def published(store: WeightStore, version: int) -> tuple[str, int]:
     return store.name(version), store.manifest(version).total_bytes
 
 
-def make_model(folder: Path, body_bytes: int) -> Path:
+def stepped(store: WeightStore, version: int, dtype: str) -> tuple[str, int]:
+    """Weights after ``version`` small steps. Returns name and bytes."""
+    tensors = {}
+    for at, tensor in enumerate(store.reference.tensors):
+        tensors[tensor.name] = np.random.default_rng(at).standard_normal(tensor.shape, np.float32) * np.float32(0.02)
+        for step in range(version):
+            moved = np.random.default_rng([at, step]).uniform(-STEP, STEP, tensor.shape)
+            tensors[tensor.name] += moved.astype(np.float32)
+    file = store.begin(1, version) / "model.safetensors"
+    save(file, tensors, dtype)
+    store.publish(1, version, [hash_file(file)], None)
+    return store.name(version), store.manifest(version).total_bytes
+
+
+def save(file: Path, tensors: Mapping[str, np.ndarray], dtype: str) -> None:
+    """``tensors`` in float32, rounded to ``dtype``."""
+    head, content = {}, bytearray()
+    for name, tensor in tensors.items():
+        bits, begin = tensor.view(np.uint32), len(content)
+        if dtype == "BF16":
+            bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        content += bits.tobytes()
+        head[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, len(content)]}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+def make_model(folder: Path, body_bytes: int, dtype: str = "F32") -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"vocab_size": 256}))
     count = max(1, body_bytes // TENSOR_BYTES)
-    shape = (min(body_bytes, TENSOR_BYTES) // 4,)
-    save_file({f"layer.{at}": np.zeros(shape, np.float32) for at in range(count)}, folder / "model.safetensors")
+    shape = (min(body_bytes, TENSOR_BYTES) // DTYPES[dtype],)
+    zeros = np.zeros(shape, np.float32)
+    save(folder / "model.safetensors", {f"layer.{at}": zeros for at in range(count)}, dtype)
     return folder
 
 
@@ -122,11 +159,11 @@ def make_model(folder: Path, body_bytes: int) -> Path:
 class Cluster:
     """A head and ``hosts`` more, in one ``with``."""
 
-    def __init__(self, folder: Path, body_bytes: int, hosts: int, bytes_per_s: float) -> None:
+    def __init__(self, folder: Path, body_bytes: int, hosts: int, bytes_per_s: float, dtype: str = "F32") -> None:
         self._stack = ExitStack()
         self._version = 0
         context = multiprocessing.get_context("spawn")
-        model = make_model(folder / "model", body_bytes)
+        model = make_model(folder / "model", body_bytes, dtype)
         self._links: list[Connection] = []
         self.processes: list[SpawnProcess] = []
         for at in range(hosts + 1):
@@ -150,14 +187,23 @@ class Cluster:
         self._links[0].send(("publish", self._version))
         return self._hear(0)
 
-    def drop(self, name: str) -> None:
-        for at, link in enumerate(self._links):
+    def step(self, dtype: str) -> str:
+        """Publishes the weights after one more step. Returns the version's name."""
+        self._version += 1
+        self._links[0].send(("step", self._version, dtype))
+        name, _ = self._hear(0)
+        return str(name)
+
+    def drop(self, name: str, hosts: Sequence[int] = ()) -> None:
+        """``hosts``: by number; all without it."""
+        for at in hosts or range(len(self._links)):
+            link = self._links[at]
             link.send(("drop", name))
             while self._hear(at) != "dropped":
                 continue
 
-    def order(self, at: int, name: str, upstream: int, piece_bytes: int) -> None:
-        self._links[at].send(FetchOrder(name, (self._peers[upstream],), piece_bytes))
+    def order(self, at: int, name: str, upstream: int, piece_bytes: int, base: str = "") -> None:
+        self._links[at].send(FetchOrder(name, (replace(self._peers[upstream], base=base),), piece_bytes))
 
     def arrived(self, hosts: list[int]) -> list[Arrived]:
         """Once all of these have what they were to get."""
@@ -181,10 +227,10 @@ class Cluster:
 
 
 @contextmanager
-def a_cluster(body_bytes: int, hosts: int, bytes_per_s: float) -> Iterator[Cluster]:
+def a_cluster(body_bytes: int, hosts: int, bytes_per_s: float, dtype: str = "F32") -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="dora-relays-", dir="/dev/shm"))
     try:
-        cluster = Cluster(folder, body_bytes, hosts, bytes_per_s)
+        cluster = Cluster(folder, body_bytes, hosts, bytes_per_s, dtype)
         try:
             yield cluster
         finally:
@@ -267,6 +313,32 @@ def numbers(found: Broadcasts) -> dict[str, float]:
     return {**chain, **serial, **sizes, "link_mb_per_s": found.link.bytes_per_s / 1e6}
 
 
+# ------------------------------------------------------------------------------------------------------ between zones
+
+
+def zone_delta_vs_whole(dtype: str, rounds: int) -> float:
+    """The median of the rounds; in each, the same version comes as deltas, then whole."""
+    found = []
+    with a_cluster(ZONE_BODY_BYTES, 1, ZONE_BYTES_PER_S, dtype) as cluster:
+        base = cluster.step(dtype)
+        crossed_s(cluster, base)
+        for _ in range(rounds):
+            name = cluster.step(dtype)
+            delta_s = crossed_s(cluster, name, base)
+            cluster.drop(name, [1])
+            found.append(delta_s / crossed_s(cluster, name))
+            cluster.drop(base)
+            base = name
+    return statistics.median(found)
+
+
+def crossed_s(cluster: Cluster, name: str, base: str = "") -> float:
+    began_s = time.perf_counter()
+    cluster.order(1, name, 0, CHUNK_BYTES, base)
+    cluster.arrived([1])
+    return time.perf_counter() - began_s
+
+
 # ----------------------------------------------------------------------------------------------- decoding meanwhile
 
 
@@ -346,6 +418,8 @@ def main() -> None:
     body_bytes, bytes_per_s = options.body_mb << 20, options.link_mb * 1e6
     found = measured(body_bytes, bytes_per_s, options.rounds)
     all_ratios = ratios(found)
+    for dtype in DTYPES:
+        all_ratios[f"zone_delta_vs_whole_{dtype}"] = zone_delta_vs_whole(dtype, options.rounds)
     if not options.no_decode:
         all_ratios["decode_during_broadcast"] = decode_during_broadcast(body_bytes, bytes_per_s, options.rounds)
     if options.plot:
