@@ -354,7 +354,8 @@ class HostConfig(Section):
     )
     zone_link_bytes_per_s: PositiveBytes = Field(
         125e6,
-        description="bandwidth between zones (`dora host --zone`): KV crosses only if that is faster than its prefill",
+        description="bandwidth between zones (`dora host --zone`): KV crosses only if that is faster than its prefill; "
+        "versions cross as deltas below 300 MB/s",
     )
     zone_link_latency_s: Latency = Field(0.05, description="time that a copy of KV between zones takes in addition")
 

@@ -156,6 +156,14 @@ def test_between_zones_the_nearest_version_that_both_have_is_the_base() -> None:
     assert late == {"w1": [("h0", name_of(3)), ("e1", "")]}, "an older version, as a delta from a newer one"
 
 
+def test_a_fast_link_between_zones_has_no_deltas() -> None:
+    broadcast = Broadcast(deltas=False)
+    broadcast.joined("h0", 1, "h0:1", "", held=[name_of(1)])
+    broadcast.joined("e1", 1, "e1:1", "east", held=[name_of(1)])
+    (fetch,) = (each for each in broadcast.published(2, name_of(2), "h0", BODY) if isinstance(each, Fetch))
+    assert fetch.host == "e1" and [each.base for each in fetch.upstreams] == [""]
+
+
 def test_who_sends_wrong_bytes_is_asked_no_more() -> None:
     broadcast = of_hosts(4)
     broadcast.published(1, name_of(1), "h0", BODY)

@@ -101,7 +101,9 @@ class _Version:
 class Broadcast:
     """Holds the state of all versions on all hosts. Each event returns the commands that follow, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deltas: bool = True) -> None:
+        """``deltas``: versions cross between zones as deltas."""
+        self._deltas = deltas
         self._hosts: dict[str, _Host] = {}
         self._versions: dict[int, _Version] = {}
         # by receiver; not yet weighed, because the giver's own rate may come later
@@ -400,7 +402,7 @@ class Broadcast:
     def _upstream(self, giver: str, host: str, version: int) -> Upstream:
         """Names the base of deltas between zones: of the versions that both hosts have, the nearest by number."""
         own, other = self._hosts[host], self._hosts[giver]
-        both = own.whole.items() & other.whole.items() if own.zone != other.zone else ()
+        both = own.whole.items() & other.whole.items() if self._deltas and own.zone != other.zone else ()
         _, base = min(both, key=lambda each: (abs(each[0] - version), each), default=(0, ""))
         return Upstream(giver, other.epoch, other.address, base)
 

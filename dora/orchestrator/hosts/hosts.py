@@ -49,6 +49,7 @@ log = logging.getLogger("dora.service")
 
 HOSTS_MAX: Final = 1024
 LOST_KEPT: Final = 64
+DELTAS_BELOW_BYTES_PER_S: Final = 300e6  # on a faster link, encoding takes longer than it saves
 NOT_BACK: Final = "its agent has not returned"
 ANOTHER_CAME: Final = "its agent returned without its processes"
 
@@ -84,7 +85,10 @@ class Hosts:
         self.gone = dict.fromkeys(CAUSES, 0)  # hosts that left or were lost, by cause
         self._epochs = 0
         self._tokens: ServiceTokens | None = None
-        self._distributor = WeightDistributor(store, self._within_reach, self._lost_version, self._order)
+        self._distributor = WeightDistributor(
+            store, self._within_reach, self._lost_version, self._order,
+            deltas=config.host.zone_link_bytes_per_s < DELTAS_BELOW_BYTES_PER_S,
+        )  # fmt: skip
         self._described: dict[str, on.HostDescribed] = {}  # as the core knows them
         self._own_kind = ""  # of the service's own machine
         self._opened = asyncio.Event()

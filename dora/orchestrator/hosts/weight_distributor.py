@@ -46,13 +46,16 @@ class WeightDistributor:
     version that no host has, with the reason. ``order`` sends an order to a host's epoch.
     """
 
-    def __init__(self, store: HostStore, in_reach: InReach, lost: Lost, order: SendOrder) -> None:
+    def __init__(
+        self, store: HostStore, in_reach: InReach, lost: Lost, order: SendOrder, *, deltas: bool = True
+    ) -> None:
+        """``deltas``: versions cross between zones as deltas."""
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self._store = store
         self._in_reach = in_reach
         self._lost = lost
         self._order = order
-        self._broadcast = broadcast.Broadcast()
+        self._broadcast = broadcast.Broadcast(deltas=deltas)
         self._relay: Relay | None = None
         self._identity: Identity | None = None  # of the relay
         self._reminded_s = awake_s()
