@@ -486,6 +486,23 @@ def test_a_stop_string_ends_a_turn_and_counts_in_it_alone(turns: TurnDriver, ver
     assert len(turns.responses["r1"].token_ids) > len(free[:5]) + 2 or turns.responses["r1"].stop
 
 
+def test_a_stop_string_that_the_last_token_completes_ends_a_turn_once(
+    turns: TurnDriver, version_folder: VersionFolder
+) -> None:
+    decode = Tokenizer.from_file(str(version_folder(1) / "tokenizer.json")).decode
+    request = replace(make_request(1, GREEDY, 20, max_tokens=12), keeps=True)
+    turns.add(request)
+    free = turns.finish()["r1"].token_ids
+    turns.drop("r1")
+    last = next(count for count in range(2, 13) if free[count - 1] not in free[: count - 1])
+    sampling = replace(request.sampling, max_tokens=last, stop=(decode(free[last - 1 : last]),))
+    turns.add(replace(request, sampling=sampling))
+    response = turns.finish()["r1"]
+    assert response.token_ids == free[:last] and response.finish_reason == "stop"
+    turns.extend("r1", (9,), 3)
+    assert len(turns.finish()["r1"].token_ids) > last + 1
+
+
 # Under pressure.
 
 

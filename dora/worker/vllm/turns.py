@@ -106,7 +106,7 @@ class Turns:
             finish_reason = "stop"
         if finish_reason is not None and live.request.keeps:
             live.request = replace(live.request, kept=True)
-            if stop:  # vLLM has ended the other turns itself
+            if output.finish_reason is None:  # vLLM has ended the other turns itself
                 scheduler.keep(live.engine_id)
         return live, TokenDelta(
             request_id=live.request.request_id,
