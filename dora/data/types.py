@@ -35,6 +35,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """The place of a token to sample: ``number`` counts in its response, ``position`` in prompt and response."""
+
+    sampling: SamplingParams
+    number: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, sampled ``group_size`` times under one policy version."""
 

@@ -109,7 +109,7 @@ def test_drafts_go_on_while_they_are_accepted(is_good: bool) -> None:
         now_ms += 1.0
 
     model: Any = StandIn(tick)
-    drafter = ModelDrafter(model, lambda logits, temperatures, draws: [], clock=lambda: now_ms / 1e3)
+    drafter = ModelDrafter(model, lambda logits, places: [], clock=lambda: now_ms / 1e3)
     drafter.begin("1-r", RequestSpec("r", 1, (1, 2, 3), SamplingParams()))
     for _ in range(4 * RETRY_STEPS):
         drafter.begin_step(1)
@@ -145,3 +145,4 @@ def test_folders_that_cannot_draft_are_refused(folder: Path, tmp_path: Path) -> 
             check_draft(given, folder)
     with refused(LimitExceeded, field="workers.speculation"):
         check_draft(folder, folder, workers=10**9)
+    check_draft(folder, folder, workers=0)  # on GPUs

@@ -13,6 +13,8 @@ Source: vllm/v1/sample/rejection_sampler.py; vllm/v1/sample/ops/topk_topp_sample
 """
 
 import copy
+import functools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -31,10 +33,12 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from dora.data.types import SamplePlace
 from dora.engine_patches.cpu.exact_resume import ResumingModelRunner, advance
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "own_noise"
+_STREAMS_MAX: Final = 256  # of seeds whose draws are kept; others are drawn again
 _REJECTED: Final = -1  # vLLM's mark of a token that was not sampled
 _KNOWN: Final = {MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor}
 
@@ -219,11 +223,28 @@ def positions_apart(whole: CommonAttentionMetadata, drafts: Sequence[int]) -> Co
     return found
 
 
-def sampled_alike(logits: torch.Tensor, temperatures: Sequence[float], draws: Sequence[int]) -> list[int]:
-    """Returns what the engine's sampler would take of rows of logits, with these draws of random streams."""
-    scale = torch.tensor(temperatures)
+class _Stream:
+    """The draws of a seed, one for each token of a response."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._draws: array[int] = array("i")
+
+    def draw(self, number: int) -> int:
+        if (more := number + 1 - len(self._draws)) > 0:
+            self._draws.extend(torch.randint(0, 2**31, (more,), generator=self._generator).tolist())
+        return self._draws[number]
+
+
+_stream = functools.lru_cache(_STREAMS_MAX)(_Stream)
+
+
+def sampled_alike(logits: torch.Tensor, places: Sequence[SamplePlace]) -> list[int]:
+    """Returns what the engine's sampler would take of rows of logits, with their places' noise."""
+    scale = torch.tensor([place.sampling.temperature for place in places])
+    draws = torch.tensor([_stream(place.sampling.seed).draw(place.number) for place in places])
     scaled = logits.float() / torch.where(scale > 0, scale, 1.0)[:, None]
-    sampled = torch.ops._C.fused_gumbel_argmax(scaled, torch.tensor(draws))
+    sampled = torch.ops._C.fused_gumbel_argmax(scaled, draws)
     return torch.where(scale > 0, sampled, logits.argmax(dim=-1)).tolist()
 
 

@@ -6,35 +6,21 @@ Decoding*.
 """
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
-from dora.data.types import RequestSpec, SamplingParams
+from dora.data.types import RequestSpec, SamplePlace, SamplingParams
 from dora.worker.drafting.draft_model import DraftModel
 from dora.worker.drafting.drafter import LEARNING, Drafter
 
 RETRY_STEPS: Final = 256  # without drafts, before a token is drafted to see whether they pay now
 FIRST_ACCURACY: Final = 0.8  # before anything was drafted
 
-# Returns the tokens of rows of logits by temperature and draws of random streams, as the engine samples.
-Choose = Callable[[torch.Tensor, Sequence[float], Sequence[int]], list[int]]
-
-
-class _Noise:
-    """The draws of a request's random stream, by token of its response."""
-
-    def __init__(self, sampling: SamplingParams) -> None:
-        self.temperature = sampling.temperature
-        self._generator = torch.Generator().manual_seed(sampling.seed)
-        self._draws: array[int] = array("q")
-
-    def draw(self, number: int) -> int:
-        if (more := number + 1 - len(self._draws)) > 0:
-            self._draws.extend(torch.randint(0, 2**31, (more,), generator=self._generator).tolist())
-        return self._draws[number]
+# Returns the tokens of logits of shape (rows, vocabulary), by temperature and noise of the rows' places, as the engine
+# samples. Other sampling parameters do not count.
+Choose = Callable[[torch.Tensor, Sequence[SamplePlace]], list[int]]
 
 
 class ModelDrafter(Drafter):
@@ -43,22 +29,22 @@ class ModelDrafter(Drafter):
         super().__init__(0, is_shared=False, clock=clock)
         self._model = model
         self._choose = choose
-        self._noise: dict[str, _Noise] = {}
+        self._sampling: dict[str, SamplingParams] = {}
         self._accuracy = FIRST_ACCURACY
         self._draft_s = 0.0  # seconds of the model for a token of each request
         self._idle = 0  # steps
 
     def begin(self, engine_id: str, request: RequestSpec) -> None:
         super().begin(engine_id, request)
-        self._noise[engine_id] = _Noise(request.sampling)
+        self._sampling[engine_id] = request.sampling
 
     def forget(self, engine_id: str) -> None:
         super().forget(engine_id)
-        self._noise.pop(engine_id, None)
+        self._sampling.pop(engine_id, None)
         self._model.forget(engine_id)
 
     def drafts(self, room: dict[str, int]) -> dict[str, list[int]]:
-        names = [name for name, most in room.items() if most > 0 and name in self._noise][: self._model.rows]
+        names = [name for name, most in room.items() if most > 0 and name in self._sampling][: self._model.rows]
         count = self._pace.draft_tokens(self._fed, len(names), self._accuracy, self._draft_s)
         self._idle = 0 if count else self._idle + 1
         if self._idle == RETRY_STEPS:
@@ -66,15 +52,10 @@ class ModelDrafter(Drafter):
         if not count or not names:
             return {}
         requests = [(name, self._requests[name].sequence.token_ids) for name in names]
-        noise = [(self._noise[name], self._requests[name].tokens) for name in names]
         self._model.follow(requests)
         begin_s = self._clock()
         found = self._model.draft(
-            requests,
-            count,
-            lambda logits, number: self._choose(
-                logits, [each.temperature for each, _ in noise], [each.draw(first + number) for each, first in noise]
-            ),
+            requests, count, lambda logits, number: self._choose(logits, [self._place(name, number) for name in names])
         )
         draft_s = (self._clock() - begin_s) / count
         self._draft_s += (LEARNING if self._draft_s else 1.0) * (draft_s - self._draft_s)
@@ -82,6 +63,10 @@ class ModelDrafter(Drafter):
         self._drafted = sum(map(len, drafts.values()))
         self._began_s = self._clock()  # a step's own cost is that of its verification
         return drafts
+
+    def _place(self, name: str, number: int) -> SamplePlace:
+        known = self._requests[name]
+        return SamplePlace(self._sampling[name], known.tokens + number, len(known.sequence.token_ids) + number)
 
     def sampled(self, engine_id: str, token_ids: Sequence[int], drafted: int) -> None:
         before = self.accepted_tokens
