@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from dora.engine_patches.patch import Patch
 from dora.worker.vllm.device.cpu import Cpu
+from dora.worker.vllm.device.port import EngineSettings
 
 SITE: Final = str(Path(__file__).with_name("v2_site"))  # what its processes run first
 IS_CHOSEN: Final = os.environ.get("DORA_TEST_RUNNER") == "v2"
@@ -45,6 +46,11 @@ class V2OnCpu(Cpu):
         from dora.worker.vllm.device.cuda import Cuda
 
         return Cuda().weight_source(device, ranks)
+
+    def draft_sampler(self, settings: EngineSettings) -> Any:
+        from dora.worker.vllm.device.cuda import Cuda
+
+        return Cuda().draft_sampler(settings)
 
     def resume_arguments(self, outputs: Sequence[int], prompt: Sequence[int], draws: int) -> dict[str, Any] | None:
         return None

@@ -120,14 +120,15 @@ class WorkersConfig(Section):
         "off",
         pattern=r"^(off|history|ngram|model:.+)$",
         description="off, history (what the fleet sampled for the prompt, its group and its sessions' task), ngram "
-        "(the request's own tokens) or model:DIR (a folder with a draft model, on CPUs): where drafts come from, which "
-        "engines verify without changing a sample",
+        "(the request's own tokens) or model:DIR (a folder with a draft model): where drafts come from, which engines "
+        "verify without changing a sample",
     )
     history_mb: int = Field(
         64,
         ge=HISTORY_MB_MIN,
         le=HISTORY_MB_MAX,
-        description="history of one worker, with its index, or KV of its draft model; the service's history too",
+        description="history of one worker, with its index, in host memory, or KV of its draft model, on the device; "
+        "the service's history too",
     )
     tensor_parallel: int = Field(1, ge=1, le=8, description="ranks that share each layer of an engine, each a process")
     pipeline_parallel: int = Field(1, ge=1, le=64, description="stages of an engine's layers, each of so many ranks")
@@ -203,10 +204,6 @@ class WorkersConfig(Section):
         if self.speculation != "off" and (self.engine == "fake" or self.pipeline_parallel > 1):
             allowed = "off, or another with workers.engine = vllm and workers.pipeline_parallel = 1"
             raise InvalidValue("workers.speculation", self.speculation, allowed)
-        if self.speculation.startswith("model:") and self.count and on_gpus:
-            raise InvalidValue(
-                "workers.speculation", self.speculation, "off, history or ngram: draft models run on CPUs"
-            )
         if self.quantisation == "fp8" and self.engine == "vllm" and self.count and not on_gpus:
             allowed = "empty or int8; fp8 needs GPUs of compute capability 8.9 or above (workers.device = cuda)"
             raise InvalidValue("workers.quantisation", "fp8", allowed)

@@ -10,13 +10,15 @@ Source: vllm/v1/worker/gpu/model_runner.py; sample/sampler.py; spec_decode/rejec
 """
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
 from dora.data.limits import DRAFT_TOKENS_MAX
+from dora.data.types import SamplePlace
 from dora.engine_patches.patch import Patch, PatchFailed, nothing
 
 NAME: Final = "own_noise_v2"
@@ -52,6 +54,29 @@ def place_drafts(runner: Any, scheduler_output: Any) -> None:
     states = runner.req_states
     indices = torch.tensor([states.req_id_to_index[request_id] for request_id in drafts], device=runner.device)
     states.draft_tokens[indices] = torch.from_numpy(table).to(runner.device, states.draft_tokens.dtype)
+
+
+def sampled_alike(logits: torch.Tensor, places: Sequence[SamplePlace], *, use_fp64: bool) -> list[int]:
+    """Returns what the engine's sampler would take of rows of logits, with their places' noise.
+
+    The runner's position of a sample is that of the token before it (``Sampler.__call__``).
+    """
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    def of(values: Iterable[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([*values], dtype=dtype, device=logits.device)
+
+    chosen = gumbel_sample(
+        logits,
+        torch.arange(len(places), dtype=torch.int32, device=logits.device),
+        of((place.sampling.temperature for place in places), torch.float32),
+        of((place.sampling.seed for place in places), torch.int64),
+        of((place.position - 1 for place in places), torch.int64),
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )
+    return cast("list[int]", chosen.tolist())
 
 
 def _apply() -> None:

@@ -21,9 +21,13 @@ def draft_folder(speculation: str) -> Path | None:
     return Path(speculation.removeprefix(PREFIX)) if speculation.startswith(PREFIX) else None
 
 
+def weights_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def check_draft(folder: Path, model: Path, workers: int = 1) -> None:
     """Raises InvalidValue unless ``folder`` has a causal language model with a KV-cache and the vocabulary of
-    ``model``, and LimitExceeded if this machine's memory cannot hold its weights once for each worker.
+    ``model``, and LimitExceeded if this machine's memory cannot hold its weights once for each of ``workers`` on CPUs.
     """
     given = f"{PREFIX}{folder}"
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
@@ -43,7 +47,7 @@ def check_draft(folder: Path, model: Path, workers: int = 1) -> None:
     if sizes[0] != sizes[1] or not _tokenise_alike(folder, model):
         said = f"it has {sizes[0]} tokens of {sizes[1]}" if sizes[0] != sizes[1] else "its tokenizer.json is another"
         raise InvalidValue(FIELD, given, f"a draft model of the model's own vocabulary: {said}")
-    needed_bytes = workers * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed_bytes = workers * weights_bytes(folder)
     if needed_bytes > memory_bytes():
         allowed = f"a smaller draft model or fewer workers: {workers} take {needed_bytes:,} bytes of host memory"
         raise LimitExceeded(FIELD, given, allowed)

@@ -9,9 +9,10 @@ from typing import Final
 from dora.config import Config
 from dora.config.processes import WorkersConfig
 from dora.data.hardware import find_hardware, hardware_of
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, LimitExceeded
 from dora.host.placement import VISIBLE, Gpu, Placement, placement_of
 from dora.models import kv_token_bytes
+from dora.models.drafts import draft_folder, weights_bytes
 from dora.weights.holds import GPUS_FILE
 from dora.weights.reference import Reference
 
@@ -65,7 +66,7 @@ def device_sizes(config: Config, model: Path, reference: Reference, placement: P
     """Returns the sizes of workers on GPUs, or None on CPUs.
 
     Requests hold half of their longest response on average. Raises InvalidValue if the slots are to be chosen and the
-    GPU has no data sheet.
+    GPU has no data sheet, and LimitExceeded if a draft model leaves no room for the model.
     """
     if not placement.gpus:
         return None
@@ -77,7 +78,13 @@ def device_sizes(config: Config, model: Path, reference: Reference, placement: P
         if not workers.slots:
             raise InvalidValue("workers.slots", 0, f"at least 1: no data sheet of {gpu} or size of KV to choose it by")
         return DeviceSizes(gpu, workers.slots, kv_mb, context)
-    each_bytes = sheet.memory_bytes * workers.gpu_memory_utilisation - RESERVE_BYTES
+    folder = draft_folder(workers.speculation)
+    draft_bytes = 0 if folder is None else weights_bytes(folder) + workers.history_mb * 10**6
+    room_bytes = sheet.memory_bytes * workers.gpu_memory_utilisation - draft_bytes
+    if draft_bytes and room_bytes * workers.ranks <= reference.content_bytes:
+        allowed = f"a smaller draft model, or less of workers.history_mb: beside its {draft_bytes:,} bytes there is no"
+        raise LimitExceeded("workers.speculation", workers.speculation, f"{allowed} room for the model on {gpu}")
+    each_bytes = room_bytes - RESERVE_BYTES
     kv_tokens = max(0, int((each_bytes * workers.ranks - reference.content_bytes) / token_bytes))
     held = max(1, min(context, config.rollout.max_tokens) // 2)
     slots = min(SLOTS_MAX, max(SLOTS_MIN, kv_tokens // held // SLOTS_STEP * SLOTS_STEP))

@@ -98,7 +98,8 @@ def with_context(config: Config, model: Path) -> Config:
     if config.workers.count and config.workers.engine == "vllm":
         check_parallel(model, config.workers.tensor_parallel, config.workers.pipeline_parallel)
         if folder := draft_folder(config.workers.speculation):
-            check_draft(folder, model, config.workers.count)
+            on_gpus = config.workers.device.startswith("cuda")  # whose memory ``device_sizes`` compares
+            check_draft(folder, model, 0 if on_gpus else config.workers.count)
     most = context_tokens(model)
     context_limit = config.workers.max_model_len_tokens
     if not context_limit:

@@ -46,7 +46,7 @@ def make_engine(kind: str, model: Path) -> RolloutEngine:
     from dora.worker.vllm.device.port import EngineSettings
     from dora.worker.vllm.engine import VllmEngine
 
-    speculation = f"model:{model}" if kind == "vllm-drafts-model" else "history" if "drafts" in kind else ""
+    speculation = f"model:{model}" if kind.endswith("drafts-model") else "history" if "drafts" in kind else ""
     return VllmEngine(
         model,
         EngineSettings(

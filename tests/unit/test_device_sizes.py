@@ -1,13 +1,14 @@
 """Sizes of workers on GPUs, from data sheets, a model's config.json and the headers of its weights."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dora.config import Config, load_config
-from dora.errors import InvalidValue
+from dora.errors import InvalidValue, LimitExceeded
 from dora.host.placement import Gpu, Placement
 from dora.models import kv_token_bytes
 from dora.orchestrator.device_sizes import (
@@ -94,6 +95,22 @@ def test_a_gpu_without_a_data_sheet_needs_slots(tmp_path: Path) -> None:
 def test_weights_without_room_for_a_context_are_warned_of(tmp_path: Path) -> None:
     found = sizes(tmp_path, configured("cuda:H100x1", "workers.gpu_memory_utilisation=0.3"))
     assert found is not None and "warning" in str(found) and "workers.max_model_len_tokens" in str(found)
+
+
+def test_a_draft_model_takes_its_part_of_a_gpu_or_is_refused(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    weights = draft / "model.safetensors"
+    weights.touch()
+    chosen = [f"workers.speculation=model:{draft}", "workers.history_mb=1000"]
+    token_bytes = kv_token_bytes(folder(tmp_path, **QWEN3_8B))
+    for weights_bytes in (0, 3 * 10**9):
+        os.truncate(weights, weights_bytes)
+        found = sizes(tmp_path, configured("cuda:H100x8", *chosen))
+        assert found is not None and found.kv_tokens == 343_278 - (weights_bytes + 10**9) // token_bytes
+    os.truncate(weights, 60 * 10**9)
+    with refused(LimitExceeded, field="workers.speculation", value=f"model:{draft}"):
+        sizes(tmp_path, configured("cuda:H100x8", *chosen))
 
 
 def test_gpus_on_paper_keep_some_for_a_trainer() -> None:

@@ -1,7 +1,5 @@
 """What of speculation is refused, by name and before an engine starts."""
 
-from dataclasses import replace
-
 import pytest
 
 from dora.config import load_config
@@ -21,7 +19,7 @@ SETTINGS = EngineSettings(8, 1024, 256, speculation="history")
         (["workers.speculation=history", "workers.engine=fake"], "workers.speculation"),
         (["workers.speculation=ngram", "workers.pipeline_parallel=2"], "workers.speculation"),
         (["workers.speculation=model:"], "workers.speculation"),
-        (["workers.speculation=model:/x", "workers.device=cuda"], "workers.speculation"),
+        (["workers.speculation=model:/x", "workers.device=cuda", "workers.pipeline_parallel=2"], "workers.speculation"),
         (["workers.history_mb=0"], "workers.history_mb"),
         (["workers.history_mb=4097"], "workers.history_mb"),
         (["workers.engine_args={speculative_config={}}"], "workers.engine_args"),
@@ -37,8 +35,3 @@ def test_a_model_with_states_is_refused(device: Cpu | Cuda) -> None:
     device.check_speculation(SETTINGS, has_state=False)
     with refused(InvalidValue, field="workers.speculation", value="history"):
         device.check_speculation(SETTINGS, has_state=True)
-
-
-def test_a_host_with_gpus_refuses_a_draft_model() -> None:
-    with refused(InvalidValue, field="workers.speculation", value="model:/x"):
-        Cuda().draft_sampler(replace(SETTINGS, speculation="model:/x"))

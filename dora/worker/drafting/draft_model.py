@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils.logging import disable_progress_bar
 
 from dora.data.limits import DRAFT_TOKENS_MAX
-from dora.errors import InvalidValue
-from dora.models.drafts import DRAFT_CONTEXT_MIN
+from dora.errors import InvalidValue, LimitExceeded
+from dora.models.drafts import DRAFT_CONTEXT_MIN, FIELD, PREFIX
 
 CHUNK_TOKENS: Final = 512  # of one request in a forward pass
 TOGETHER_TOKENS: Final = 2 * DRAFT_TOKENS_MAX  # requests with fewer new tokens each share a forward pass
@@ -38,9 +38,12 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     at: tuple[torch.Tensor, torch.Tensor, int]
 
-    def __init__(self, rows: int, places: int) -> None:
+    def __init__(self, rows: int, places: int, like: CacheLayerMixin) -> None:
+        """The KV of a place has the shapes, dtype and device of that of ``like``."""
         super().__init__()
         self._shape = rows, places
+        assert like.keys is not None and like.values is not None
+        self.lazy_initialization(like.keys, like.values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows, places = self._shape
@@ -52,9 +55,8 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
         rows, places, longest = self.at
+        assert self.keys is not None and self.values is not None
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held[rows, :, places] = new.transpose(1, 2)
         return self.keys[rows[:, 0], :, :longest], self.values[rows[:, 0], :, :longest]
@@ -72,19 +74,32 @@ class _Layer(CacheLayerMixin):
 class DraftModel:
     """Drafts for at most ``rows`` requests at a time. ``size_bytes`` is its memory: weights and KV."""
 
-    def __init__(self, folder: Path, dtype: str, slots: int, context_tokens: int, most_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, slots: int, context_tokens: int, most_bytes: int, device: str = "cpu"
+    ) -> None:
         """``folder`` has passed ``check_draft``. The KV of at most ``slots`` requests takes up to ``most_bytes``, for
-        up to ``context_tokens`` of each.
+        up to ``context_tokens`` of each. Allocates all its memory on ``device`` but that of a forward pass.
 
-        Raises InvalidValue if transformers does not load it, or the KV of no request fits.
+        Raises InvalidValue if transformers does not load it, or the KV of no request fits, and LimitExceeded if the
+        device's memory is exhausted.
         """
         disable_progress_bar()
+        self._device = torch.device(device)
         try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+            self._load(folder, dtype, slots, context_tokens, most_bytes)
         except (OSError, ValueError) as error:
-            raise InvalidValue("workers.speculation", f"model:{folder}", f"a folder to load ({error})") from error
+            raise InvalidValue(FIELD, f"{PREFIX}{folder}", f"a folder to load ({error})") from error
+        except torch.OutOfMemoryError as error:
+            allowed = f"a smaller draft model, or less of workers.history_mb: the GPU has no room for it ({error})"
+            raise LimitExceeded(FIELD, f"{PREFIX}{folder}", allowed) from error
+
+    def _load(self, folder: Path, dtype: str, slots: int, context_tokens: int, most_bytes: int) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), device_map=self._device
+        ).eval()
         with torch.inference_mode():
-            cache = self._model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+            first = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+            cache = self._model(first, use_cache=True).past_key_values
         token_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         most_tokens = most_bytes // token_bytes
         self._window = max(DRAFT_CONTEXT_MIN, min(context_tokens, most_tokens))
@@ -92,7 +107,8 @@ class DraftModel:
             allowed = f"at least {-(-DRAFT_CONTEXT_MIN * token_bytes // 10**6)}, for KV of the draft model"
             raise InvalidValue("workers.history_mb", most_bytes // 10**6, allowed)
         self.rows = min(slots, most_tokens // self._window)
-        self._layers = [_Layer(self.rows, self._window + 1) for _ in cache.layers]  # the last place is for padding
+        # The last place is for padding.
+        self._layers = [_Layer(self.rows, self._window + 1, each) for each in cache.layers]
         self._cache = Cache(layers=self._layers)
         self._of: dict[str, _Row] = {}
         weights_bytes = sum(each.nbytes for each in self._model.parameters())
@@ -158,10 +174,11 @@ class DraftModel:
             places[index, most - len(tokens) :] = torch.arange(start, start + len(tokens))
             token_ids[index, most - len(tokens) :] = torch.tensor(tokens)
         longest = max(start + len(tokens) for start, tokens in zip(starts, fed, strict=True))
-        at = torch.tensor([[row.place] for row in rows]).expand_as(places), places, longest
+        taken = torch.tensor([[row.place] for row in rows]).expand_as(places)
+        taken, places, token_ids = (each.to(self._device) for each in (taken, places, token_ids))
         for layer in self._layers:
-            layer.at = at
-        mask = torch.arange(longest) <= places[:, None, :, None]
+            layer.at = taken, places, longest
+        mask = torch.arange(longest, device=self._device) <= places[:, None, :, None]
         with torch.inference_mode():
             output = self._model(
                 token_ids,

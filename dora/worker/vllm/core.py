@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from dora.engine_patches import mapped_weights, quantised, registry
 from dora.errors import InvalidValue, LimitExceeded
 from dora.kvtransfer.snapshot import STATE, KvLayout
 from dora.weights.reference import Reference
+from dora.worker.drafting.drafter import Drafter
 from dora.worker.vllm.connector import SnapshotConnector
 from dora.worker.vllm.device.port import Device, EngineSettings
 from dora.worker.vllm.groups import groups_of, unmovable
@@ -51,10 +52,14 @@ class _Core(EngineCore):
     A window needs one block more than its tokens, because it may begin within a block. A group of layers with a state
     has a block for each slot; kept requests have theirs at the cost of tokens. If ``kv_tokens`` is 0, it holds as many
     as vLLM finds room for.
+
+    ``make_drafter`` is called when the weights have their memory, before vLLM measures the room that is left.
     """
 
-    def __init__(self, vllm_config: Any, executor_class: Any, kv_tokens: int) -> None:
-        self._kv_tokens = kv_tokens
+    def __init__(
+        self, vllm_config: Any, executor_class: Any, kv_tokens: int, make_drafter: Callable[[], Drafter | None]
+    ) -> None:
+        self._kv_tokens, self._make_drafter = kv_tokens, make_drafter
         super().__init__(vllm_config, executor_class, log_stats=False)
 
     def _initialize_kv_caches(self, vllm_config: Any) -> Any:
@@ -70,11 +75,14 @@ class _Core(EngineCore):
             blocks = self._kv_tokens // vllm_config.cache_config.block_size * (len(groups) - states)
             blocks += states * vllm_config.scheduler_config.max_num_seqs + windows
             vllm_config.cache_config.num_gpu_blocks_override = blocks + 1  # vLLM keeps one
+        self.drafter = self._make_drafter()
         return super()._initialize_kv_caches(vllm_config)
 
 
-def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
-    """Starts an engine with random weights and patches each rank.
+def start(
+    model: Path, settings: EngineSettings, device: Device, make_drafter: Callable[[], Drafter | None] = lambda: None
+) -> EngineCore:
+    """Starts an engine with random weights and patches each rank. Its ``drafter`` is that of ``make_drafter``.
 
     Raises InvalidValue with vLLM's reason if it refuses, and LimitExceeded if the device has too little memory.
     """
@@ -92,7 +100,7 @@ def start(model: Path, settings: EngineSettings, device: Device) -> EngineCore:
         if settings.kv_dtype and device.kind == "cpu" and vllm_config.model_config.use_mla:
             raise InvalidValue("workers.kv_dtype", settings.kv_dtype, "empty: latent attention on CPUs has no other")
         with _meeting_place():
-            core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens)
+            core = _Core(vllm_config, Executor.get_class(vllm_config), settings.kv_tokens, make_drafter)
     except torch.OutOfMemoryError as error:
         allowed = f"fewer (0: as many as fit), with memory for {settings.slots} slots beside the weights ({error})"
         raise LimitExceeded("workers.kv_tokens", settings.kv_tokens, allowed) from error

@@ -88,7 +88,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         from dora.worker.vllm import weights as vllm_weights
 
         self._requests, self._weights = vllm_requests, vllm_weights
-        self._core: Any = vllm_core.start(model, settings, self._device)
+        self._core: Any = vllm_core.start(model, settings, self._device, lambda: _drafter_of(settings, self._device))
         self._ranks = vllm_ranks.EngineRanks(
             self._core, self._device, lost or vllm_ranks.end_process, routing(model) if router_replay else None
         )
@@ -113,10 +113,10 @@ class VllmEngine(BaseEngine[EngineRequest]):
             full_precision=settings.full_precision,
         )
         super().__init__(capability, layout, bound)
-        self._drafter: Drafter | None = None
+        self._drafter: Drafter | None = self._core.drafter
         if settings.speculation:
             self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
-            self._drafter = self._scheduler.drafter = _drafter_of(settings, self._device)
+            self._scheduler.drafter = self._drafter
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))
         self._views = KvViews(
@@ -360,7 +360,9 @@ class VllmEngine(BaseEngine[EngineRequest]):
         return logprobs.tolist()
 
 
-def _drafter_of(settings: EngineSettings, device: Device) -> Drafter:
+def _drafter_of(settings: EngineSettings, device: Device) -> Drafter | None:
+    if not settings.speculation:
+        return None
     if (folder := draft_folder(settings.speculation)) is None:
         return Drafter(settings.history_bytes, is_shared=settings.speculation == "history")
     choose = device.draft_sampler(settings)
@@ -368,7 +370,7 @@ def _drafter_of(settings: EngineSettings, device: Device) -> Drafter:
     from dora.worker.drafting.model_drafter import ModelDrafter
 
     tokens = min(settings.max_model_len_tokens, context_tokens(folder) or settings.max_model_len_tokens)
-    model = DraftModel(folder, settings.dtype, settings.slots, tokens, settings.history_bytes)
+    model = DraftModel(folder, settings.dtype, settings.slots, tokens, settings.history_bytes, device.kind)
     log.info(
         "drafts by %s: %.3g MB of weights and KV, %d requests at a time", folder, model.size_bytes / 1e6, model.rows
     )

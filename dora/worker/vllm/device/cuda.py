@@ -1,6 +1,7 @@
 """The device port's adapter for NVIDIA GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from dora.engine_patches.patch import Patch
@@ -71,8 +72,9 @@ class Cuda:
         check_verifiable(settings, has_state=has_state)
 
     def draft_sampler(self, settings: EngineSettings) -> "Choose":
-        allowed = "off, history or ngram: draft models run on CPUs"
-        raise InvalidValue("workers.speculation", settings.speculation, allowed)
+        from dora.engine_patches.own_noise_v2 import sampled_alike
+
+        return partial(sampled_alike, use_fp64=bool(settings.engine_args.get("use_fp64_gumbel")))
 
     def patches(self) -> Sequence[Patch]:
         from dora.engine_patches import mapped_weights, own_noise_v2, stages_in_turn

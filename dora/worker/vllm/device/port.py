@@ -78,7 +78,7 @@ class Device(Protocol):
         """Raises InvalidValue if drafts cannot be verified here; with ``has_state`` layers keep a state."""
 
     def draft_sampler(self, settings: EngineSettings) -> "Choose":
-        """Returns how a draft model chooses tokens as the engine does. Raises InvalidValue if none runs here."""
+        """Returns how a draft model chooses tokens as the engine does."""
 
     def patches(self) -> Sequence[Patch]:
         """Returns the patches to vLLM, in the order in which they apply."""
