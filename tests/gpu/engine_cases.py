@@ -55,6 +55,21 @@ def engine_with(device: str, folder: Path, kind: str, **settings: Any) -> None:
     assert check_moves(engine, [replace(PLAIN, max_tokens=engine.capability.block_tokens + 8)]) == 3
 
 
+def drafts_of_a_model_change_nothing(device: str, folder: Path) -> None:
+    """The model itself is the draft model. Both have the same noise, and nearly the same logits."""
+    from tests.contract.driver import farthest, make_request, run
+    from tests.contract.guesses import model_drafter
+
+    subject = subject_of(device, folder)
+    engine = started(subject, dtype="float32", speculation=f"model:{subject.model}")
+    requests = [make_request(number, version=0) for number in range(4)]
+    drafter = engine.core.scheduler.drafter = model_drafter(engine._drafter)
+    found = run(engine, requests)
+    engine.core.scheduler.drafter = None
+    assert farthest(found, run(engine, requests)) < 1e-3
+    assert drafter.accepted_tokens > 0.9 * drafter.drafted_tokens > 0
+
+
 def parts_of_a_long_request_move(device: str, folder: Path) -> None:
     """Of full blocks, as many are shown as a part has."""
     from dora.ops.doctor.engine_checks import request, stepped

@@ -20,6 +20,7 @@ START_S = 600.0
 CASES: dict[str, Callable[[str, Path], None]] = {
     "waits": cases.step_waits_for_its_kv,
     "does not wait": cases.step_that_does_not_wait_is_found,
+    "draft model": cases.drafts_of_a_model_change_nothing,
     "parts": cases.parts_of_a_long_request_move,
     "no memory": cases.load_without_memory_is_a_conflict,
     "moe": partial(cases.engine_with, kind="moe"),
