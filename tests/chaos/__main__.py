@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dora.models.tiny import make_tiny
+from dora.models.tiny import TinyKind, make_tiny
 from tests.abuse.full import has_namespaces
 from tests.chaos import alarms
 from tests.chaos.faults import OF_SESSIONS, Fault, drawn, named, offered
@@ -37,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200, help="(%(default)s)")
     parser.add_argument("--minutes", type=float, help="a soak in place of that: a fault a minute, for so long")
     parser.add_argument("--engine", choices=("fake", "vllm"), default="fake")
-    parser.add_argument("--speculation", choices=("off", "history", "ngram"), default="off", help="with --engine vllm")
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "history", "ngram", "model"),
+        default="off",
+        help="with --engine vllm; model: drafts of the model's first version",
+    )
     parser.add_argument("--model", choices=("tiny", "tiny-hybrid"), default="tiny", help="(%(default)s)")
     parser.add_argument("--workers", type=int, default=3, help="on the service's host (%(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each worker, which are killed too (%(default)s)")
@@ -66,13 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
+        kind: TinyKind = "hybrid" if options.model == "tiny-hybrid" else "dense"
+        model = make_tiny(kind, Path(scratch) / "model", kv_heads=2)
         setting = Setting(
-            model=make_tiny(
-                "hybrid" if options.model == "tiny-hybrid" else "dense", Path(scratch) / "model", kv_heads=2
-            ),
+            model=model,
             folder=out,
             engine=options.engine,
-            speculation=options.speculation,
+            speculation=f"model:{model}" if options.speculation == "model" else options.speculation,
             rows=long_rows(1000, options.seed, options.sessions),
             groups_per_step=options.groups_per_step,
             workers=options.workers,
