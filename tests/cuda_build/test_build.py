@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from dora.data.limits import DRAFT_TOKENS_MAX
 from dora.errors import InvalidValue
 from dora.system.environment import BATCH_INVARIANT
 from dora.worker.vllm.device.cuda import CHUNK_TOKENS, Cuda
@@ -81,6 +82,20 @@ def test_drafts_are_verified_where_the_builds_runner_samples() -> None:
     sampling = inspect.getsource(GPUModelRunner.sample)
     assert "num_draft_tokens == 0 or self.rejection_sampler is None" in sampling
     assert "self.req_states.draft_tokens" in inspect.getsource(GPUModelRunner.prepare_inputs)
+
+
+def test_a_draft_model_samples_with_the_noise_of_the_builds_sampler() -> None:
+    """By the position of the token before; its own speculators would salt it."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    parameters = [*inspect.signature(gumbel_sample).parameters]
+    assert parameters[:7] == [
+        "logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature", "is_drafting",
+    ]  # fmt: skip
+    assert "use_fp64" in parameters
+    assert "pos = input_batch.positions[input_batch.logits_indices]" in inspect.getsource(Sampler.__call__)
+    assert "is_drafting=False" in inspect.getsource(Sampler._sample_random)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -303,13 +318,16 @@ def test_the_engine_finds_each_field_that_it_reads() -> None:
 
 def test_every_patch_of_the_device_takes_effect() -> None:
     import vllm
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from dora.engine_patches import registry
 
     for patch in DEVICE.patches():
         patch.check_version(vllm.__version__)
     registry.apply(DEVICE.patches())
-    registry.verify(SimpleNamespace(pp_handler=None), DEVICE.patches())
+    states = SimpleNamespace(draft_tokens=torch.zeros(1, DRAFT_TOKENS_MAX))
+    runner = SimpleNamespace(pp_handler=None, sampler=object.__new__(Sampler), req_states=states)
+    registry.verify(runner, DEVICE.patches())
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
