@@ -115,7 +115,7 @@ def _apply() -> None:
 
 
 def _verify(runner: Any) -> None:
-    if not hasattr(type(runner.sampler).__call__, _MARK):
+    if runner.sampler is not None and not hasattr(type(runner.sampler).__call__, _MARK):  # the last stage alone has one
         raise PatchFailed(NAME, f"the sampler is {type(runner.sampler).__name__}")
     if runner.req_states.draft_tokens.shape[1] < DRAFT_TOKENS_MAX:
         raise PatchFailed(NAME, f"requests have room for drafts of {runner.req_states.draft_tokens.shape[1]} tokens")
