@@ -188,7 +188,7 @@ def vllm_argument(field: str) -> Callable[[Config, Place], Any]:
 
         seen: list[Any] = []
 
-        def start(model: Path, settings: Any, device: Any) -> Any:
+        def start(model: Path, settings: Any, device: Any, make_drafter: Any) -> Any:
             seen.append(getattr(vllm_core.arguments(model, settings, device), field))
             raise InvalidValue("engine", "", "started")
 
