@@ -27,26 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     until_s = began_s + 60 * options.minutes if options.minutes else math.inf
     cells, runs = list(grid.cells()), list(fleet.runs())
     if not options.tell_only:
-        for library in (
-            "OPENBLAS",
-            "OMP",
-        ):  # products of this size are slower on two threads, far slower if cores are busy
+        for library in ("OPENBLAS", "OMP"):  # small products are slower on two threads, far slower if cores are busy
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
         may_begin = lambda: time.monotonic() < until_s  # noqa: E731
-        grid.make(cells[options.part :: options.parts], options.out / "cells", may_begin, _say)
-        fleet.make(runs[options.part :: options.parts], options.out / "fleet", may_begin, _say)
+        from experiments.pinning.rollout import rolled_out
+
+        part = slice(options.part, None, options.parts)
+        grid.make(cells[part], options.out / "cells", rolled_out, may_begin)
+        grid.make(runs[part], options.out / "fleet", fleet.simulated, may_begin)
     found = [each for cell in cells if (each := grid.result_of(cell, options.out / "cells")) is not None]
-    fleets = [each for run in runs if (each := fleet.stored(run, options.out / "fleet")) is not None]
+    fleets = [each for run in runs if (each := grid.result_of(run, options.out / "fleet")) is not None]
     text = markdown(results := Results(found, fleets)) if found else ""
     print(text)
     if options.page is not None and found:
         options.page.write_text(with_results(options.page.read_text(), text, MARK))
         draw(results, options.page.parent)
     return 0 if len(found) + len(fleets) == len(cells) + len(runs) else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

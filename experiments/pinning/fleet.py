@@ -6,9 +6,8 @@ mixture of experts with latent attention on eight accelerators of 141 GB. Eight 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
@@ -19,7 +18,6 @@ from dora.lab.sim.ledger import SimGroup, SimResponse, Stalled
 from dora.lab.sim.partial import NAME as MIXED
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.world import World
-from experiments.convergence.plan import read_json, write_json
 from experiments.pinning.cell import Rule
 
 TURNS: Final = 43  # of a median session
@@ -168,12 +166,6 @@ def runs() -> Iterator[Run]:
     yield from (Run(RULES[0], WIDE, pause) for pause in PAUSES)
 
 
-def stored(run: Run, folder: Path) -> dict[str, Any] | None:
-    """None: there is no result, or it is of another specification."""
-    found = read_json(folder / f"{run.name}.json")
-    return found if found is not None and found["run"] == run.specification else None
-
-
 def simulated(run: Run) -> dict[str, Any]:
     """The means over the counted steps; ``stalled`` if no step ended in LIMIT_S."""
     fleet = Fleet(run)
@@ -194,12 +186,3 @@ def simulated(run: Run) -> dict[str, Any]:
         "again": more["again_s"] / run.scenario.cluster.cost.prefill_token_s / more["sampled"],
         "discarded": more["discarded"] / STEPS,
     }
-
-
-def make(wanted: Sequence[Run], folder: Path, may_begin: Callable[[], bool], say: Callable[[str], None]) -> None:
-    """Simulates the missing runs in order."""
-    for run in wanted:
-        if stored(run, folder) is None and may_begin():
-            result = simulated(run)
-            write_json(folder / f"{run.name}.json", result)
-            say(f"simulated {run.name}: {json.dumps({name: each for name, each in result.items() if name != 'run'})}")

@@ -1,7 +1,8 @@
 """The tables, findings and figures of docs/pinning.md, from the results that are there, in short form."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, get_args
@@ -12,17 +13,7 @@ from experiments.convergence.plots import COLOURS, draw_mean, drawn, legend, pan
 from experiments.pinning.cell import BY_NAME, REGIMES, Cell, Failures
 from experiments.pinning.fleet import PAUSES as FLEET_PAUSES
 from experiments.pinning.fleet import RULES, WIDE, WINDOWS, runs
-from experiments.pinning.grid import (
-    FAILED_REGIMES,
-    FAILING,
-    MAIN,
-    PAUSES,
-    RATES,
-    RECALL_STEPS,
-    SEEDS,
-    SLOW_STEPS,
-    cells,
-)
+from experiments.pinning.grid import FAILED_REGIMES, FAILING, MAIN, PAUSES, RATES, RECALL, SEEDS, SLOWER, Result, cells
 
 LEVEL: Final = 0.8  # of the reward, as the mean of
 LEVEL_STEPS: Final = 5
@@ -34,8 +25,6 @@ HEADS: Final = (
 )  # fmt: skip
 MISSING: Final = "Not run yet."
 REWARD_PLOT, FLEET_PLOT = "pinning-reward.svg", "pinning-fleet.svg"
-
-Result = Mapping[str, Any]
 
 
 def shortened(result: Result) -> Result:
@@ -96,10 +85,8 @@ def _share(found: Sequence[Result], name: str) -> float:
 
 def markdown(of: Results) -> str:
     """Every table that has results, with its findings."""
-    recall = replace(MAIN, task="recall", steps=RECALL_STEPS)
-    slower = replace(MAIN, learning_rate=RATES[1], steps=SLOW_STEPS)
     pauses = [(f"pause {pause:g}", replace(MAIN, pause=pause)) for pause in PAUSES]
-    others = [("recall", recall), (f"lookup, rate {RATES[1]:g}", slower)]
+    others = [("recall", RECALL), (f"lookup, rate {RATES[1]:g}", SLOWER)]
     parts = [
         f"{len(of.cells)} of {len(list(cells()))} runs and {len(of.fleets)} of {len(list(runs()))} simulations made, "
         "on two cores that others used too. Intervals are of 95% over seeds (their number in brackets). "
@@ -117,7 +104,10 @@ def markdown(of: Results) -> str:
         "**The fleet**: minutes a step; in brackets, the staleness of the oldest session.",
         _fleet(of),
         f"![Time of a step in the fleet]({FLEET_PLOT})",
-        "\n".join(f"- {each}" for each in findings(of)),
+        f"**The fastest pinned fleet beside the others**: times as long a step; bold: missed (at most {SLOWER_MAX:g}). "
+        "*As stale*: its oldest session is no staler than the other's; in brackets, the other of the largest ratio.",
+        _beside(of),
+        "\n".join(f"- {each}" for each in _findings(of)),
     ]
     return "\n\n".join(parts)
 
@@ -176,8 +166,8 @@ def _fleet(of: Results) -> str:
     return table(["", *(f"pause {pause:g}" for pause in sorted(FLEET_PAUSES))], rows)
 
 
-def findings(of: Results) -> Iterator[str]:
-    """What the figures say of the bars, met or missed."""
+def _findings(of: Results) -> Iterator[str]:
+    """What the figures say of the bars of learning, met or missed."""
     pinned = [each for regime in REGIMES if regime.rule == "pinned" for each in of.of(MAIN, regime.name)]
     if pinned:
         wasted, largest = _share(pinned, "wasted"), max(each["errors"]["claimed_max"] for each in pinned)
@@ -185,44 +175,36 @@ def findings(of: Results) -> Iterator[str]:
         mean, bar = _mean(each["errors"]["claimed_mean"] for each in pinned), f"at most {ERROR_MAX:g}"
         yield f"Its logprob error is {mean:.0e} in the mean ({bar}: {_verdict(mean <= ERROR_MAX)})."
         yield f"Its largest logprob error is {largest:.0e} ({bar}: {_verdict(largest <= ERROR_MAX)})."
+
+
+def _beside(of: Results) -> str:
+    """The fastest pinned fleet beside the fastest other one, and, no staler, beside each other one."""
+    rows = []
     for pause in (each for each in sorted(FLEET_PAUSES) if each >= 1.0):
-        every = [
-            each for rule in RULES for window in (*WINDOWS, WIDE) if (each := of.fleet(rule, window, pause)) is not None
-        ]
+        every = [each for rule in RULES for window in (*WINDOWS, WIDE) if (each := of.fleet(rule, window, pause))]
         own = [each for each in every if each["run"]["rule"] == RULES[0]]
         others = [each for each in every if each not in own]
         if own and others:
-            yield _compared(pause, "at any staleness", min(own, key=_step_s), min(others, key=_step_s))
-            yield from _no_staler(pause, own, [each for each in others if each["run"]["window"] > 1])
-
-
-def _no_staler(pause: float, own: Sequence[Result], others: Sequence[Result]) -> Iterator[str]:
-    """Compares each of the others with the fastest pinned fleet whose oldest session is at most as stale."""
-    ratios = {
-        (each["run"]["rule"], each["run"]["window"]): min(map(_step_s, allowed)) / _step_s(each)
-        for each in others
-        if (allowed := [found for found in own if found["oldest"] <= each["oldest"]])
-    }
-    if ratios:
-        rule, window = max(ratios, key=ratios.__getitem__)
-        largest = ratios[rule, window]
-        yield (
-            f"Fleet, pause {pause:g}, with an oldest session that is at most as stale: pinned takes "
-            f"{min(ratios.values()):.2f} to {largest:.2f} times as long as another, the most beside *{rule}* (window "
-            f"{window}); at most {SLOWER_MAX:g}: {_verdict(largest <= SLOWER_MAX)}."
-        )
+            best = min(others, key=_step_s)
+            row = [f"{pause:g}", _ratio(min(map(_step_s, own)) / _step_s(best), best)]
+            ratios = [
+                (min(allowed) / _step_s(each), each)
+                for each in others
+                if each["run"]["window"] > 1
+                and (allowed := [_step_s(found) for found in own if found["oldest"] <= each["oldest"]])
+            ]
+            least, most = (by(ratios, key=itemgetter(0), default=None) for by in (min, max))
+            rows.append([*row, f"{least[0]:.2f} to {_ratio(*most)}" if least and most else "-"])
+    return table(["pause", "at any staleness", "as stale"], rows) if rows else MISSING
 
 
 def _step_s(found: Result) -> float:
     return float(found["step_s"])
 
 
-def _compared(pause: float, which: str, best_own: Result, best: Result) -> str:
-    slower, run = best_own["step_s"] / best["step_s"], best["run"]
-    return (
-        f"Fleet, pause {pause:g}, {which}: pinned (window {best_own['run']['window']}) takes {slower:.2f} times as "
-        f"long as *{run['rule']}* (window {run['window']}); at most {SLOWER_MAX:g}: {_verdict(slower <= SLOWER_MAX)}."
-    )
+def _ratio(ratio: float, other: Result) -> str:
+    run, number = other["run"], f"{ratio:.2f}" if ratio <= SLOWER_MAX else f"**{ratio:.2f}**"
+    return f"{number} ({run['rule']}, window {run['window']})"
 
 
 def _verdict(is_met: bool) -> str:

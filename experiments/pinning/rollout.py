@@ -375,6 +375,10 @@ class Rollout:
             self._window.give_back(group.version, group.deadline)
 
 
+def rolled_out(cell: Cell) -> dict[str, Any]:
+    return {"cell": cell.specification, **Rollout(cell).result()}
+
+
 def _trajectories(group: Group, step: int) -> TrajectoryGroup:
     return TrajectoryGroup(group.name, tuple(_trajectory(each, len(group.valid), step) for each in group.valid))
 
