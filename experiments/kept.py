@@ -25,7 +25,9 @@ STEP_FIELDS: Final = ("reward", "movement", "groups_replayed")  # of a cell's st
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Results that are one JSON file a run. ``shortened``: what is kept of one; ``whole``: a result from that."""
+    """Results that are one JSON file a run, whose field ``run`` specifies it and is not rounded. ``shortened``: what is
+    kept of one; ``whole``: a result from that.
+    """
 
     file: Path
     shortened: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda result: result
@@ -82,7 +84,7 @@ def _rounded(value: Any) -> Any:
         case float() if math.isfinite(value):
             return float(f"{value:.{DIGITS}g}")
         case Mapping():
-            return {name: _rounded(each) for name, each in value.items()}
+            return {name: each if name == "run" else _rounded(each) for name, each in value.items()}
         case list():
             return [_rounded(each) for each in value]
     return value

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.kept import KINDS, compared, keep, kept, main, restore
+from experiments.pinning import fleet, grid
 from experiments.staleness.grid import cells, result_of
 from experiments.staleness.report import points
 from experiments.tests.test_staleness import result
@@ -44,6 +45,9 @@ def test_the_pages_results_are_kept(tmp_path: Path) -> None:
     wanted = cells(["tiny"], ["truncated"], (0, 1, 3), 5)
     assert [each.name for each in wanted if result_of(each, tmp_path) is None] == []
     assert len(kept(KINDS["fleet"])) >= 18 and len(kept(KINDS["convergence"])) >= 12
+    assert restore(tmp_path, KINDS["pinning"]) and restore(tmp_path, KINDS["pinning-fleet"])
+    assert [each.name for each in grid.cells() if grid.result_of(each, tmp_path) is None] == []
+    assert [each.name for each in fleet.runs() if grid.result_of(each, tmp_path) is None] == []
 
 
 def test_a_name_that_is_not_kept_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
