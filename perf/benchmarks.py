@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SERVICE: Final = ("dora/orchestrator", "dora/core", "dora/journal", "dora/rpc")
+HOSTS: Final = ("dora/core", "dora/host", "dora/cluster", "dora/orchestrator/hosts")
 KV: Final = ("dora/kvtransfer", "dora/system")
 ENGINE: Final = ("dora/worker", "dora/engine_patches")
 FRONT: Final = ("dora/agents/front", "dora/agents/chat")
@@ -116,7 +117,7 @@ BENCHMARKS: Final = (
         "spot",
         "perf/cluster.py --only slurm --spot-minutes 4 --json",
         "--spot-minutes 1 --nodes 3",
-        ("dora/core", "dora/host", "dora/cluster", "dora/orchestrator/hosts"),
+        HOSTS,
         (
             Figure(
                 "step while Slurm takes a node every 60 s, beside undisturbed",
@@ -127,6 +128,22 @@ BENCHMARKS: Final = (
             Figure("of that, groups lost or doubled", "slurm.lost_or_doubled", "<= 0", ".0f"),
         ),
         ".slurm-build/usr/sbin/slurmd-wlm",
+    ),
+    Benchmark(
+        "spot-ray",
+        "perf/cluster.py --only ray --spot-minutes 4 --json",
+        "--spot-minutes 1 --nodes 3",
+        HOSTS,
+        (
+            Figure(
+                "step while Ray takes a node every 60 s, beside undisturbed",
+                "ray.spot_over_undisturbed",
+                "<= 1.1",
+                ".3f",
+            ),
+            Figure("groups lost or doubled meanwhile", "ray.lost_or_doubled", "<= 0", ".0f"),
+        ),
+        ".venv-ray/setup.stamp",
     ),
     Benchmark(
         "orchestrator",

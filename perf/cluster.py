@@ -2,7 +2,7 @@
 
     python perf/cluster.py [--only notice spot kinds] [--hours 2] [--steps 14] [--json]
     python perf/cluster.py --only join [--json]
-    PYTHONPATH=. python perf/cluster.py --only slurm --spot-minutes 20 [--nodes 12] [--json]
+    PYTHONPATH=. python perf/cluster.py --only slurm ray --spot-minutes 20 [--nodes 12] [--json]
 
 In the simulator, which drives the service's own core:
 notice: engines with up to 200 GB of KV, and a 30 s notice for one machine after the other, on links of 10 GB/s. Counts
@@ -21,6 +21,8 @@ process are killed, and those of another stop. Times are to the service's status
 slurm: nodes of a real Slurm on this machine, each a host with a worker, whose engine is a fake one of a fixed pace. By
 turns of four minutes all is undisturbed, and a job of more rank takes a node every 60 s for 30 s, with 30 s of notice.
 The time of a step in both kinds of turns, for so many minutes of each.
+ray: the same on a real Ray, which drains a node within 30 s every 60 s. Its raylet is killed then, and a new one starts
+after 25 s.
 """
 
 import argparse
@@ -239,6 +241,7 @@ FIGURES: Final[dict[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
     "kinds": kinds,
     "join": cluster_real.join,
     "slurm": cluster_real.slurm,
+    "ray": cluster_real.ray,
 }
 
 
@@ -251,8 +254,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FIGURES, default=["notice", "spot", "kinds"])
     parser.add_argument("--hours", type=float, default=2.0, help="of simulated time, for spot")
     parser.add_argument("--hosts", type=int, default=64, help="for join")
-    parser.add_argument("--spot-minutes", type=float, default=20.0, help="for slurm, beside as many undisturbed ones")
-    parser.add_argument("--nodes", type=int, default=12, help="for slurm: that run hosts")
+    parser.add_argument(
+        "--spot-minutes", type=float, default=20.0, help="for slurm and ray, beside as many undisturbed"
+    )
+    parser.add_argument("--nodes", type=int, default=12, help="for slurm and ray: that run hosts")
     parser.add_argument("--steps", type=int, default=14, help="measured, for kinds")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

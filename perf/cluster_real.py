@@ -1,4 +1,4 @@
-"""The parts of perf/cluster.py with real processes: hosts that join a service, and nodes that Slurm takes.
+"""The parts of perf/cluster.py with real processes: hosts that join a service, and nodes that Slurm or Ray takes.
 
 The hosts are fake engines at a fixed pace, so that a machine's loss is a loss of capacity and not of this machine's.
 """
@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import orchestrator
 from orchestrator import Child, stdin_lines, tell
@@ -28,12 +29,19 @@ from dora.models import default_cache, resolve_model
 from dora.rpc.dora_pb2 import Status
 from dora.rpc.roles import Role
 
+if TYPE_CHECKING:
+    from tests.clusters.ray_nodes import Ray
+
+Take = Callable[[int], Awaitable[None]]  # takes a node, by the number of those taken before
+
 PROGRAM: Final = str(Path(__file__).with_name("cluster.py"))
 PROCESSES: Final = 4  # that speak for the hosts
 WATCH_MS: Final = 50
-GROUPS: Final = 32  # of a step
+NODE_GROUPS: Final = 8 / 3  # of a step, for each node: about 25 s
 PERIOD_S: Final = 60.0  # between two nodes that are taken
-AWAY_S: Final = 30  # a node is gone for so long
+NOTICE_S: Final = 30.0  # of Ray; Slurm's is in its own configuration
+AWAY_S: Final = 30  # a node is gone for so long, a raylet with its start
+RAYLET_START_S: Final = 5
 BLOCK_S: Final = 4 * PERIOD_S  # of disturbed and of undisturbed time, by turns
 WARMUP_STEPS: Final = 4
 ENGINE: Final = """\
@@ -68,16 +76,18 @@ max_model_len_tokens = 512
 pool_mb = 64
 [host]
 notice_s = 25
-[slurm]
+{table}
 folder = "{folder}/run"
 hosts = {hosts}
 workers = 1
 port = {port}
+"""
+SLURM: Final = """\
+[slurm]
 address = "127.0.0.1"
 service = ["--partition=high"]
 dora = "{dora}"
-setup = ["export PYTHONPATH={folder}"]
-"""
+setup = ["export PYTHONPATH={folder}"]"""
 
 
 def join(options: argparse.Namespace) -> dict[str, Any]:
@@ -131,37 +141,60 @@ async def be_hosts(address: str, model: str, first: int, count: int) -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- Slurm
+# ------------------------------------------------------------------------------------------------------ Slurm and Ray
 
 
 def slurm(options: argparse.Namespace) -> dict[str, Any]:
     from tests.clusters.slurm import Slurm  # the tests' folder is on the path where PYTHONPATH has the checkout
+
+    with _engines_folder() as folder, Slurm(folder / "slurm", options.nodes + 1) as nodes:
+        table = SLURM.format(folder=folder, dora=Path(sys.executable).with_name("dora"))
+        take = partial(asyncio.to_thread, _take_node, nodes.call)
+        return _run(options, folder, table, sys.executable, nodes.environment, take)
+
+
+def ray(options: argparse.Namespace) -> dict[str, Any]:
+    from tests.clusters.ray_nodes import Ray
+
+    with _engines_folder() as folder, Ray() as nodes:
+        variables = {"PYTHONPATH": f"{folder}:{nodes.environment['PYTHONPATH']}"}
+        names = [nodes.add(variables) for _ in range(options.nodes)]
+        take = partial(_take_raylet, nodes, names, variables)
+        return _run(options, folder, "[ray]", str(nodes.python), nodes.environment, take)
+
+
+@contextlib.contextmanager
+def _engines_folder() -> Iterator[Path]:
+    """A folder that gives the fake engines their pace where it is on Python's path."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(ENGINE)
+        yield Path(folder)
+
+
+def _run(
+    options: argparse.Namespace, folder: Path, table: str, python: str, environment: Mapping[str, str], take: Take
+) -> dict[str, Any]:
     from tests.prometheus.server import free_address
 
-    with TemporaryDirectory() as temporary:
-        folder, address = Path(temporary), free_address()
-        (folder / "sitecustomize.py").write_text(ENGINE)
-        dora_command, port = Path(sys.executable).with_name("dora"), address.rpartition(":")[2]
-        values = {"folder": folder, "hosts": options.nodes, "port": port, "dora": dora_command}
-        (folder / "run.toml").write_text(RUN.format(**values))
-        with Slurm(folder / "slurm", options.nodes + 1) as nodes:
+    address, file = free_address(), folder / "run.toml"
+    values = {"folder": folder, "hosts": options.nodes, "port": address.rpartition(":")[2], "table": table}
+    file.write_text(RUN.format(**values))
 
-            def cluster(word: str) -> None:
-                words = [dora_command, "cluster", word, "--file", str(folder / "run.toml")]
-                subprocess.run(words, env=nodes.environment, stdout=subprocess.DEVNULL, check=True)
+    def cluster(word: str) -> None:
+        words = [python, "-m", "dora", "cluster", word, "--file", str(file)]
+        subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True)
 
-            cluster("up")
-            try:
-                token = (folder / "run" / "token").read_text()
-                return asyncio.run(_taken(options, nodes.call, address, token))
-            finally:
-                cluster("down")
+    cluster("up")
+    try:
+        return asyncio.run(_taken(options, take, address, (folder / "run" / "token").read_text()))
+    finally:
+        cluster("down")
 
 
-async def _taken(options: argparse.Namespace, call: Callable[..., str], address: str, token: str) -> dict[str, Any]:
+async def _taken(options: argparse.Namespace, take: Take, address: str, token: str) -> dict[str, Any]:
     """Trains by turns undisturbed and while a node is taken each minute."""
     commits, groups = list[float](), list[str]()
-    training = asyncio.create_task(_train(address, token, commits, groups))
+    training = asyncio.create_task(_train(options, address, token, commits, groups))
     async with _ended(training), Operator(address, token) as operator:
         await _until(training, lambda: len(commits) >= WARMUP_STEPS)
         async for status in operator.watch():
@@ -172,11 +205,10 @@ async def _taken(options: argparse.Namespace, call: Callable[..., str], address:
         for is_spot in (False, True) * round(options.spot_minutes * 60.0 / block_s):
             began_s, at = time.monotonic(), len(commits)
             for period in range(round(block_s / PERIOD_S)):
-                if is_spot:
-                    await asyncio.to_thread(_take, call, taken)
-                    taken += 1
                 ends_s = began_s + (period + 1) * PERIOD_S
-                await _until(training, lambda ends_s=ends_s: time.monotonic() >= ends_s)
+                passed = _until(training, lambda ends_s=ends_s: time.monotonic() >= ends_s)
+                await asyncio.gather(passed, *([take(taken)] if is_spot else ()))
+                taken += is_spot
             blocks.append((is_spot, at, len(commits)))
             said = {"spot": is_spot, "steps": len(commits) - at, "taken": taken}
             print(json.dumps(said), file=sys.stderr, flush=True)
@@ -184,12 +216,22 @@ async def _taken(options: argparse.Namespace, call: Callable[..., str], address:
     return {"nodes": options.nodes, "nodes_taken": taken, **_times(commits, blocks), **_found(status, groups)}
 
 
-def _take(call: Callable[..., str], number: int) -> None:
+def _take_node(call: Callable[..., str], number: int) -> None:
     """A job of more rank takes a host's node for a while; Slurm gives 30 s of notice."""
     listed = call("squeue", "--noheader", "--partition=low", "--states=running", "--format=%N")
     names = sorted(listed.split(), key=lambda name: (len(name), name))
     node = f"--nodelist={names[number % len(names)]}"
     call("sbatch", "--partition=high", node, "--output=/dev/null", f"--wrap=sleep {AWAY_S}")
+
+
+async def _take_raylet(nodes: "Ray", names: list[str], variables: Mapping[str, str], number: int) -> None:
+    """The node that is there for longest drains until its end; another one comes for it."""
+    node = names.pop(0)
+    await asyncio.to_thread(nodes.drain, node, NOTICE_S)
+    await asyncio.sleep(NOTICE_S)
+    await asyncio.to_thread(nodes.lose, node)
+    await asyncio.sleep(AWAY_S - RAYLET_START_S)
+    names.append(await asyncio.to_thread(nodes.add, variables))
 
 
 def _times(commits: list[float], blocks: list[tuple[bool, int, int]]) -> dict[str, Any]:
@@ -211,10 +253,12 @@ def _found(status: Status, groups: list[str]) -> dict[str, Any]:
     return {**found, **counters, "hosts_lost": lost}
 
 
-async def _train(address: str, token: str, commits: list[float], groups: list[str]) -> None:
+async def _train(
+    options: argparse.Namespace, address: str, token: str, commits: list[float], groups: list[str]
+) -> None:
     model = resolve_model("tiny", default_cache())
     async with dora.Trainer(address, token=token, connect_s=300.0) as trainer:
-        async for step in trainer.steps(groups=GROUPS):
+        async for step in trainer.steps(groups=round(options.nodes * NODE_GROUPS)):
             groups += [group.group_id async for group in step]
             await step.commit(weights=model, wait=True)
             commits.append(time.monotonic())
