@@ -44,8 +44,9 @@ class Ray:
 
     def __enter__(self) -> Self:
         self._folder = tempfile.mkdtemp(prefix="ray")  # sockets lie in it, whose paths must be short
+        self.environment["RAY_TMPDIR"] = self._folder
         self._process = subprocess.Popen(
-            [self.python, "-m", "tests.clusters.ray_nodes", self._folder],
+            [self.python, "-m", "tests.clusters.ray_nodes"],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -98,13 +99,13 @@ class Ray:
         return json.loads(self._process.stdout.readline())
 
 
-def main(folder: str) -> None:
+def main() -> None:
     import ray
     from ray.cluster_utils import Cluster
     from ray.util.placement_group import PlacementGroup
 
     answers, sys.stdout = sys.stdout, sys.stderr
-    cluster = Cluster(True, head_node_args={**NODE, "num_cpus": 0, "_system_config": CONFIG, "temp_dir": folder})
+    cluster = Cluster(True, head_node_args={**NODE, "num_cpus": 0, "_system_config": CONFIG})
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
     gcs = ray._raylet.GcsClient(address=cluster.address)
     nodes: dict[str, Any] = {}
@@ -154,4 +155,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
