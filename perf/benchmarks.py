@@ -131,7 +131,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         "spot-ray",
-        "perf/cluster.py --only ray --spot-minutes 4 --json",
+        "perf/cluster.py --only ray --nodes 16 --spot-minutes 4 --json",
         "--spot-minutes 1 --nodes 3",
         HOSTS,
         (
