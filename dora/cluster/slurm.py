@@ -76,7 +76,7 @@ class SlurmCluster:
                 self._submit("host")
         except InvalidValue:
             for job in self.jobs():
-                _called("scancel", job.name)
+                self._cancel(job.name)
             raise
         return self.jobs()
 
@@ -108,12 +108,12 @@ class SlurmCluster:
         if self._folder.is_dir():
             (self._folder / "ended").touch()
         for job in self.jobs():
-            _end(job)
+            self._end(job)
         ends_s = time.monotonic() + self._file.config.host.notice_s + ENDS_S
         while (left := self.jobs()) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
         for job in left:
-            _called("scancel", job.name)
+            self._cancel(job.name)
         return [job.name for job in left]
 
     # ------------------------------------------------------------------------------------------------------------ own
@@ -141,14 +141,21 @@ class SlurmCluster:
 
     def _release(self, host: Job) -> None:
         self._released(host.name).touch()
-        _end(host)
+        self._end(host)
+
+    def _end(self, job: Job) -> None:
+        self._cancel(*(() if job.state == "pending" else ("--signal=TERM",)), job.name)
+
+    def _cancel(self, *arguments: str) -> None:
+        """Runs scancel for the job of the last argument. Slurm may refuse that for one that has ended meanwhile."""
+        try:
+            _called("scancel", *arguments)
+        except InvalidValue:
+            if any(job.name == arguments[-1] and job.state != "completing" for job in self.jobs()):
+                raise
 
     def _released(self, job: str) -> Path:
         return self._folder / "released" / job
-
-
-def _end(job: Job) -> None:
-    _called("scancel", *(() if job.state == "pending" else ("--signal=TERM",)), job.name)
 
 
 def _called(command: str, *arguments: str, setting: str = TABLE) -> str:

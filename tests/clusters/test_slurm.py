@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from dora.cluster.adapter import Job
+from dora.cluster.run_file import read_run_file
+from dora.cluster.slurm import SlurmCluster
 from tests.clusters.runs import Run
 from tests.clusters.slurm import Slurm, is_there, with_marks
 
@@ -104,6 +107,18 @@ def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Pa
     run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
     unusable = run.dora("up")
     assert unusable.returncode == 2 and "slurm.folder" in unusable.stderr
+
+
+def test_a_job_that_has_ended_since_it_was_listed_is_no_error(
+    slurm: Slurm, tmp_path: Path, tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_on(slurm, tmp_path, tiny_dense)
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    cluster = SlurmCluster(read_run_file(run.file))
+    before, now = [[Job("4711", "host", "running")]], cluster.jobs
+    monkeypatch.setattr(cluster, "jobs", lambda: before.pop() if before else now())
+    assert cluster.down() == [] and not before
 
 
 def test_the_scripts_can_be_read_and_submitted_by_hand(tmp_path: Path, tiny_dense: Path) -> None:
