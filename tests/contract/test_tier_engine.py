@@ -118,6 +118,9 @@ def test_a_request_whose_worker_died_computes_its_last_tokens_only(
         tier_process.start()
         assert engine.tier is not None and engine.tier.up.wait(WAIT_S)
         engine.load_weights(1, weights[1], None)
+        response_of(engine, request("first", 21))  # a new server may be slow at first, and counts as down then
+        settle(engine, weights)
+        assert engine.tier.up.wait(WAIT_S)
         with guessed(engine, {"a": whole}) as guessing:
             assert response_of(engine, wanted) == whole
         assert guessing is not None and 0 < guessing.accepted_tokens < guessing.drafted_tokens

@@ -13,7 +13,7 @@ from dora.data.trajectory import TrajectoryGroup
 from dora.rpc import dora_pb2 as pb
 from tests.e2e.agents import are_ready, ended, host, joining
 from tests.e2e.restarts import Killed, settings_of
-from tests.e2e.service_host import farthest_of
+from tests.e2e.service_host import Weights, farthest_of
 from tests.e2e.test_hosts_join import is_alive
 from tests.e2e.test_orphans_fake import pids_of, running, until_none_is_behind
 from tests.service import check_promises, until
@@ -61,7 +61,7 @@ async def test_workers_of_a_joined_host_go_on_with_what_they_run(tiny_dense: Pat
         check_promises(steps, window=2, groups=GROUPS)
         every = [each for step in steps for group in step for each in group.trajectories]
         assert {"h1-w0", "h1-w1", "w0"} <= {part.worker_id for each in every for part in each.worker_history}
-        assert farthest_of(every, tiny_dense) < EXACT
+        assert farthest_of(every, Weights(tiny_dense, "")) < EXACT
         said = (tmp_path / "h1.log").read_text()
         assert said.count("h1 is back at") == 3, said
     finally:
