@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE # a run of the tests starts hundreds of processes, each of which would compile all of DORA
-JOBS ?= 3# test processes, of which some wait
+JOBS ?= 4# test processes, of which some wait
 TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2 $(BIN)/pytest -n 0 -m "not gpu"
 V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py tests/contract/test_drafts.py \
 	tests/contract/test_engine_forks.py::test_a_block_that_others_have_stays_theirs
