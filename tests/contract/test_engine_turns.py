@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from dora.data.types import RequestSpec, SamplingParams
+from dora.data.types import EngineLoad, RequestSpec, SamplingParams
 from dora.errors import Conflict, InvalidValue, NotFound
 from dora.kvtransfer.layout import blocks_for
 from dora.kvtransfer.transports.arena import STEP_BYTES
@@ -132,8 +132,14 @@ def moved(driver: TurnDriver, session: Session, most: int = TURN_TOKENS) -> None
     snapshot = driver.take_out(session.request.request_id)
     assert snapshot.request.kept
     driver.engine.take_in(snapshot)
-    assert driver.engine.load() == before
+    assert is_loaded_alike(driver.engine.load(), before)
     kept(driver, session, most)
+
+
+def is_loaded_alike(after: EngineLoad, before: EngineLoad) -> bool:
+    """Whether a move left all that an engine has, but copies of states and blocks that no window needs any more."""
+    unlike = {name: getattr(before, name) for name in ("state_bytes", "kv_used_tokens")}
+    return after.kv_used_tokens <= before.kv_used_tokens and replace(after, **unlike) == before
 
 
 def moved_late(driver: TurnDriver, session: Session, most: int = TURN_TOKENS) -> None:
@@ -480,8 +486,7 @@ def test_a_stop_string_ends_a_turn_and_counts_in_it_alone(turns: TurnDriver, ver
     before = turns.engine.load()
     snapshot = turns.take_out("r1")
     turns.engine.take_in(snapshot)
-    after = turns.engine.load()
-    assert replace(after, state_bytes=before.state_bytes) == before, "copies of states alone do not move"
+    assert is_loaded_alike(turns.engine.load(), before)
     turns.extend("r1", (9,), 12)  # the stop string of the turn before does not end this one at once
     turns.finish()
     assert len(turns.responses["r1"].token_ids) > len(free[:5]) + 2 or turns.responses["r1"].stop
