@@ -229,9 +229,11 @@ def narrower_window_holds_for_what_was_admitted(patch: Patch) -> None:
 def _resized_deadlines(patch: Patch, wider: bool) -> None:
     adapt = lifecycle._adapt
 
-    def deadlines_anew(state: State, event: on.StepCommitted, took_s: float | None, staleness: float) -> None:
+    def deadlines_anew(
+        state: State, event: on.StepCommitted, took_s: float | None, staleness: float, tokens: int
+    ) -> None:
         before = state.window.size
-        adapt(state, event, took_s, staleness)
+        adapt(state, event, took_s, staleness, tokens)
         window, groups = state.window, state.groups
         if window.size == before or (window.size > before) != wider:
             return

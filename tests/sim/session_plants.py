@@ -74,8 +74,8 @@ def evaluated_turn_counts_as_an_end(patch: Patch) -> None:
 def evaluated_replacement_keeps_its_tokens(patch: Patch) -> None:
     replaced = evaluated_sessions._replace
 
-    def keeps(state: State, request: EvalRequest, reason: str) -> None:
-        replaced(state, request, reason)
+    def keeps(state: State, request: EvalRequest, reason: str, *, is_spared: bool = False) -> None:
+        replaced(state, request, reason, is_spared=is_spared)
         again = state.evaluations.at.get(request.row)
         if again is not None:
             again.tokens = request.tokens
@@ -86,9 +86,9 @@ def evaluated_replacement_keeps_its_tokens(patch: Patch) -> None:
 def replacement_counts_as_one_more(patch: Patch) -> None:
     replaced = sessions._replace
 
-    def more(state: State, row: int, reason: str) -> None:
+    def more(state: State, row: int, reason: str, *, is_spared: bool = False) -> None:
         group, count = int(state.requests["group"][row]), state.counters.sessions_replaced
-        replaced(state, row, reason)
+        replaced(state, row, reason, is_spared=is_spared)
         if state.counters.sessions_replaced > count:
             state.groups["unfinished"][group] += 1
 
@@ -102,9 +102,9 @@ def replacement_has_the_same_name(patch: Patch) -> None:
 def replacement_is_of_the_newest_version(patch: Patch) -> None:
     replaced = sessions._replace
 
-    def newest(state: State, row: int, reason: str) -> None:
+    def newest(state: State, row: int, reason: str, *, is_spared: bool = False) -> None:
         state.requests["version"][row] = state.window.newest
-        replaced(state, row, reason)
+        replaced(state, row, reason, is_spared=is_spared)
 
     patch.setattr(sessions, "_replace", newest)
 

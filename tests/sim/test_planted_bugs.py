@@ -226,7 +226,7 @@ BUGS = [
         "session",
         first=9,
     ),
-    Bug("a turn asked in a handoff is lost", "asked turns", sessions.turn_asked_in_a_handoff_is_lost, first=11),
+    Bug("a turn asked in a handoff is lost", "requested turns", sessions.turn_asked_in_a_handoff_is_lost, first=11),
     Bug("a moved session is not extended", "C2", sessions.moved_session_is_not_extended, "session,pool", first=4),
     Bug("silent sessions are waited for", "not done", sessions.silent_sessions_are_waited_for, "session", first=4),
     Bug("a session ends twice", "was not refused", sessions.ended_session_may_end_again, "session", first=4),
