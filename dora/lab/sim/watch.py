@@ -278,12 +278,15 @@ class Watch:
 
     def _stands(self, state: State, row: int, named: Named) -> None:
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
+        if state.requests["left"][row] > 0 and state.requests["status"][row] != WAITING:
+            raise Violation(f"{state.request_id[row]}: the KV of an earlier branch counts, and no fork of it waits")
         if place != before:
             if before >= 0:
                 worker = state.worker_list[before]
                 doubled = worker is not None and row in worker.rows
             else:
-                doubled = before == IN_QUEUE and row in state.waiting.get(int(state.requests["version"][row]), ())
+                lists = {IN_QUEUE: state.waiting, BETWEEN: state.idle}.get(before, {})
+                doubled = row in lists.get(int(state.requests["version"][row]), ())
             if doubled:
                 raise Violation(f"{state.request_id[row]} is in two places (C2)")
             self._moved(row, place, named)
