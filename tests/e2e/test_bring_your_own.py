@@ -81,7 +81,7 @@ def config(folder: Path, model: Path, **fields: Any) -> Config:
 
 def addressed(folder: Path, address: str) -> None:
     """The page's service listens on a port of its own; a test's on any that is free."""
-    for file in folder.glob("my_*.py"):
+    for file in (*folder.glob("my_*.py"), folder / "ddp_loop.py"):
         file.write_text(file.read_text(encoding="utf-8").replace(PRINTED, address), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ def test_the_reward_rises_while_versions_overlap(tmp_path: Path) -> None:
     environment = {**os.environ, "DORA_TOKEN": "", "XDG_RUNTIME_DIR": str(tmp_path / "tokens")}
     with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        look = next(line.split()[1:] for line in demo.stdout if " dora status --address" in line)
+        look = next(line.partition(" dora ")[2].split() for line in demo.stdout if " dora status --address" in line)
         shown = subprocess.run([*dora, *look, "--json"], env=environment, check=False, capture_output=True, text=True)
         demo.stdout.read()
     assert demo.returncode == 0
