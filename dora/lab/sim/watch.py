@@ -285,8 +285,10 @@ class Watch:
                 worker = state.worker_list[before]
                 doubled = worker is not None and row in worker.rows
             else:
-                lists = {IN_QUEUE: state.waiting, BETWEEN: state.idle}.get(before, {})
-                doubled = row in lists.get(int(state.requests["version"][row]), ())
+                version = int(state.requests["version"][row])
+                doubled = (before == IN_QUEUE and row in state.waiting.get(version, ())) or (
+                    before == BETWEEN and row in state.idle.get(version, ())
+                )
             if doubled:
                 raise Violation(f"{state.request_id[row]} is in two places (C2)")
             self._moved(row, place, named)
