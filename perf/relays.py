@@ -42,7 +42,8 @@ from dora.kvtransfer.peer import Identity
 from dora.relay.link import Link, broadcast_s, chain_s, piece_chunks
 from dora.relay.orders import Arrived, FetchOrder, Upstream
 from dora.relay.relay import Relay, RelaySettings
-from dora.weights.files import CHUNK_BYTES, hash_file
+from dora.weights.files import CHUNK_BYTES, hash_file, preamble
+from dora.weights.reference import TensorHeader
 from dora.weights.store import WeightStore
 
 SECRET: Final = bytes(range(32))
@@ -131,16 +132,13 @@ def stepped(store: WeightStore, version: int, dtype: str) -> tuple[str, int]:
 
 def save(file: Path, tensors: Mapping[str, np.ndarray], dtype: str) -> None:
     """``tensors`` in float32, rounded to ``dtype``."""
-    head, content = {}, bytearray()
-    for name, tensor in tensors.items():
-        bits, begin = tensor.view(np.uint32), len(content)
+    content = bytearray(preamble(TensorHeader(name, dtype, tensor.shape) for name, tensor in tensors.items()))
+    for tensor in tensors.values():
+        bits = tensor.view(np.uint32)
         if dtype == "BF16":
             bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         content += bits.tobytes()
-        head[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [begin, len(content)]}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+    file.write_bytes(content)
 
 
 def make_model(folder: Path, body_bytes: int, dtype: str = "F32") -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.client.taking import Taken
-from dora.weights.delta import element_bytes_of, encode
+from dora.weights.delta import element_bytes_at, element_bytes_of, encode
 from dora.weights.files import WeightFile
 from dora.weights.reference import read_layout
 
@@ -56,5 +56,4 @@ class Delta:
 
     def _piece(self, offset: int) -> bytes:
         new = os.pread(self._new, self.piece_bytes, offset)
-        element_bytes = next((size for end, size in self._elements if end > offset), 1)
-        return encode(new, os.pread(self._old, len(new), offset), element_bytes)
+        return encode(new, os.pread(self._old, len(new), offset), element_bytes_at(self._elements, offset))

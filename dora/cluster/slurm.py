@@ -76,7 +76,7 @@ class SlurmCluster:
                 self._submit("host")
         except InvalidValue:
             for job in self.jobs():
-                self._cancel(job.name)
+                self._cancel(job)
             raise
         return self.jobs()
 
@@ -113,7 +113,7 @@ class SlurmCluster:
         while (left := self.jobs()) and time.monotonic() < ends_s:
             time.sleep(POLL_S)
         for job in left:
-            self._cancel(job.name)
+            self._cancel(job)
         return [job.name for job in left]
 
     # ------------------------------------------------------------------------------------------------------------ own
@@ -144,14 +144,14 @@ class SlurmCluster:
         self._end(host)
 
     def _end(self, job: Job) -> None:
-        self._cancel(*(() if job.state == "pending" else ("--signal=TERM",)), job.name)
+        self._cancel(job, *(() if job.state == "pending" else ("--signal=TERM",)))
 
-    def _cancel(self, *arguments: str) -> None:
-        """Runs scancel for the job of the last argument. Slurm may refuse that for one that has ended meanwhile."""
+    def _cancel(self, job: Job, *options: str) -> None:
+        """Runs scancel, which may refuse a job that has ended meanwhile."""
         try:
-            _called("scancel", *arguments)
+            _called("scancel", *options, job.name)
         except InvalidValue:
-            if any(job.name == arguments[-1] and job.state != "completing" for job in self.jobs()):
+            if any(each.name == job.name and each.state != "completing" for each in self.jobs()):
                 raise
 
     def _released(self, job: str) -> Path:

@@ -1,13 +1,11 @@
 """Deltas over a link between zones: a chunk crosses as its difference from a version that both ends have."""
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from operator import itemgetter
 
 from dora.errors import InvalidValue, TransferFailed
 from dora.relay.holding import Find, Holding, Reader
-from dora.weights.delta import element_bytes_of, encode
+from dora.weights.delta import element_bytes_at, element_bytes_of, encode
 from dora.weights.manifest import Manifest
 
 
@@ -40,7 +38,5 @@ class Encoder:
         """Returns a chunk as ``dora.weights.delta.decode`` takes it: at most one byte longer than ``content``."""
         file, index = self._holding.numbering.place(number)
         offset, _ = self._holding.manifest.file(file).chunk(index)
-        elements = self._elements.get(file, [])
-        at = bisect_right(elements, offset, key=itemgetter(0))
-        element_bytes = elements[at][1] if at < len(elements) else 1
+        element_bytes = element_bytes_at(self._elements.get(file, []), offset)
         return memoryview(encode(content, self._base.chunk(number), element_bytes))

@@ -14,7 +14,9 @@ nothing. A piece that would not shrink by a tenth is sent unencoded.
 
 import struct
 import zlib
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 import numpy as np
@@ -70,6 +72,14 @@ def decode(encoded: Bytes, base: Bytes | None, length: int) -> bytes:
 
 def element_bytes_of(tensor: TensorHeader) -> int:
     return DTYPE_BYTES[tensor.dtype]
+
+
+def element_bytes_at(elements: Sequence[tuple[int, int]], offset: int) -> int:
+    """Returns the bytes of an element at ``offset`` in a file. ``elements`` has each tensor's end in it, and the bytes
+    of its elements, in the order of the ends.
+    """
+    at = bisect_right(elements, offset, key=itemgetter(0))
+    return elements[at][1] if at < len(elements) else 1
 
 
 def _parts(content: Bytes, base: Bytes, element_bytes: int) -> tuple[list[Any], int]:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from dora.client.publication import place_weights
 from dora.data.types import Canary
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity
+from dora.models.tiny import make_tiny
 from dora.relay.orders import Arrived, FetchFailed, FetchOrder, Outcome, Upstream
 from dora.relay.relay import Relay, RelaySettings
+from dora.weights import files, manifest
 from dora.weights.files import CHUNK_BYTES
 from dora.weights.host_store import HostStore
 from dora.weights.store import WeightStore
@@ -23,6 +26,18 @@ from dora.weights.store import WeightStore
 SECRET = bytes(range(32))
 WAIT_S = 120.0  # a relay stands back from busy cores
 FILE = "model.safetensors"
+SMALL = 4096  # bytes of a chunk
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, manifest):
+        monkeypatch.setattr(module, "CHUNK_BYTES", SMALL)
+
+
+@pytest.fixture(scope="module", name="model")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("dense", tmp_path_factory.mktemp("model") / "dense")
 
 
 @dataclass(frozen=True)

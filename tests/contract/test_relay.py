@@ -11,28 +11,27 @@ import pytest
 from dora.errors import InvalidValue, NotFound, TransferFailed
 from dora.models.tiny import make_tiny
 from dora.relay.holding import Holding
-from dora.weights import files, manifest
 from dora.weights.holds import NAME_FILE, VERSIONS_FOLDER
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import Manifest
 from dora.weights.receiving import Receiving
 from dora.weights.store import WeightStore
 from dora.weights.whole import MANIFEST_FILE
-from tests.contract.relays import CHUNK_BYTES, FILE, WAIT_S, Host, a_host, hosts_of, publish, publish_anew, same
+from tests.contract.relays import (  # noqa: F401
+    CHUNK_BYTES,
+    FILE,
+    SMALL,
+    WAIT_S,
+    Host,
+    a_host,
+    hosts_of,
+    publish,
+    publish_anew,
+    same,
+    small_chunks,
+    tiny_model,
+)
 from tests.refusals import refused
-
-SMALL = 4096
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest):
-        monkeypatch.setattr(module, "CHUNK_BYTES", SMALL)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("dense", tmp_path_factory.mktemp("model") / "dense")
 
 
 @pytest.fixture

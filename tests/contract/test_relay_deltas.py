@@ -1,6 +1,5 @@
 """Between zones a version's chunks cross as deltas from a version that both hosts have; what arrives is the same."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,34 +15,33 @@ from safetensors.numpy import load_file, save_file
 from dora.client.publication import place_weights
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.wire import Kind
-from dora.models.tiny import make_tiny
 from dora.relay.deltas import Encoder, base_of
 from dora.relay.holding import tag_of
 from dora.relay.numbering import packed
 from dora.relay.orders import Upstream
-from dora.weights import files, manifest
 from dora.weights.delta import decode
-from dora.weights.files import hash_file
+from dora.weights.files import hash_file, preamble
 from dora.weights.host_store import HostStore
 from dora.weights.manifest import version_name
+from dora.weights.reference import TensorHeader
 from dora.weights.store import WeightStore
 from dora.weights.whole import MANIFEST_FILE
-from tests.contract.relays import FILE, SECRET, Host, a_host, hosts_of, publish, publish_step, same
+from tests.contract.relays import (  # noqa: F401
+    FILE,
+    SECRET,
+    SMALL,
+    Host,
+    a_host,
+    hosts_of,
+    publish,
+    publish_step,
+    same,
+    small_chunks,
+    tiny_model,
+)
 from tests.contract.test_relay_faults import Scripted, a_follower
 
-SMALL = 4096
 SHARE = 0.75  # of its bytes that a step in float32 needs at most, in such small chunks
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest):
-        monkeypatch.setattr(module, "CHUNK_BYTES", SMALL)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("dense", tmp_path_factory.mktemp("model") / "dense")
 
 
 @pytest.fixture
@@ -176,14 +174,8 @@ def test_another_layout_comes_whole(hosts: list[Host], wide: bool) -> None:
 
 def laid_out(tensors: dict[str, np.ndarray], names: list[str]) -> bytes:
     """A safetensors file with the tensors in this order."""
-    head: dict[str, Any] = {}
-    at = 0
-    for name in names:
-        head[name] = {"dtype": "F32", "shape": tensors[name].shape, "data_offsets": [at, at + tensors[name].nbytes]}
-        at += tensors[name].nbytes
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(tensors[name].tobytes() for name in names)
+    head = preamble(TensorHeader(name, "F32", tensors[name].shape) for name in names)
+    return head + b"".join(tensors[name].tobytes() for name in names)
 
 
 def test_a_base_that_the_upstream_retires_meanwhile(hosts: list[Host]) -> None:

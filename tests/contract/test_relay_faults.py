@@ -18,26 +18,23 @@ from dora.kvtransfer import wire
 from dora.kvtransfer.listener import Listener
 from dora.kvtransfer.peer import Identity, Peer, answer, greet
 from dora.kvtransfer.wire import Kind, Stream
-from dora.models.tiny import make_tiny
 from dora.relay.holding import tag_of
 from dora.relay.numbering import Numbering, packed, unpacked
 from dora.relay.orders import Upstream
-from dora.weights import files, manifest
+from dora.weights import manifest
 from dora.weights.host_store import RECEIVING_FOLDER
-from tests.contract.relays import SECRET, WAIT_S, Host, hosts_of, publish, publish_anew, same
-
-SMALL = 4096
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, manifest):
-        monkeypatch.setattr(module, "CHUNK_BYTES", SMALL)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("dense", tmp_path_factory.mktemp("model") / "dense")
+from tests.contract.relays import (  # noqa: F401
+    SECRET,
+    SMALL,
+    WAIT_S,
+    Host,
+    hosts_of,
+    publish,
+    publish_anew,
+    same,
+    small_chunks,
+    tiny_model,
+)
 
 
 @pytest.fixture

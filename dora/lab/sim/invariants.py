@@ -172,7 +172,7 @@ def check_requests(state: State) -> None:
         raise Violation(f"{', '.join(state.request_id[row] for row in sorted(unplaced))}: nowhere (C2)")
     left = state.requests["left"]
     if (odd := np.flatnonzero((left > 0) & (state.requests["status"] != WAITING))).size:
-        raise Violation(f"{_names(state, odd.tolist())}: the KV of an earlier branch counts, and no fork of it waits")
+        raise branch_counts(state, odd.tolist())
     waiting_turns_at = {worker.index for worker in state.workers.values() if worker.waiting_turns}
     on_workers = sum(len(worker.rows) + len(worker.kept) for worker in state.workers.values())
     if waiting_turns_at != state.waiting_turns_at or np.count_nonzero(state.requests["worker"]) != on_workers:
@@ -285,6 +285,11 @@ def check_growth(state: State, group: int, unscored: int) -> None:
     for column in ("tokens", "worker", "pool", "claim", "moving", "starting", "began_s"):
         if state.requests[column][resting].any():
             raise Violation(f"{name}: a member that has not started has a {column}")
+
+
+def branch_counts(state: State, rows: Sequence[int]) -> Violation:
+    """The error for requests whose KV of an earlier branch counts, though no fork of theirs waits."""
+    return Violation(f"{_names(state, rows)}: the KV of an earlier branch counts, and no fork of it waits")
 
 
 def counts_differ(state: State, group: int, found: tuple[int, int]) -> Violation:

@@ -16,6 +16,7 @@ from dora.core import commands as do
 from dora.core import events as on
 from dora.core.state import GroupStatus, RequestStatus, State
 from dora.lab.sim.invariants import (
+    branch_counts,
     check_evaluations,
     check_feasible,
     check_handoff,
@@ -279,7 +280,7 @@ class Watch:
     def _stands(self, state: State, row: int, named: Named) -> None:
         place, before = self._place(state, row), self._places.get(row, NOWHERE)
         if state.requests["left"][row] > 0 and state.requests["status"][row] != WAITING:
-            raise Violation(f"{state.request_id[row]}: the KV of an earlier branch counts, and no fork of it waits")
+            raise branch_counts(state, [row])
         if place != before:
             if before >= 0:
                 worker = state.worker_list[before]
