@@ -59,9 +59,16 @@ class TierProcess:
         line = self.process.stdout.readline()
         return dict(json.loads(line)) if line else {}
 
-    def send(self, number: signal.Signals) -> None:
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It stands still in this block. Some of its threads run on after the signal was sent, and may answer."""
         assert self.process is not None
-        os.kill(self.process.pid, number)
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Ends it as a crash would."""
@@ -90,7 +97,6 @@ def serving(folder: Path, **options: int) -> Iterator[TierProcess]:
         yield process
     finally:
         if process.process is not None:
-            process.send(signal.SIGCONT)
             process.kill()
         server.remove_left(folder)
 
