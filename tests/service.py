@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -190,13 +190,16 @@ async def during(work: asyncio.Future[Any], awaited: Coroutine[Any, Any, Result]
     return await waiting
 
 
-async def ask_move(operator: Operator, status: pb.Status) -> bool:
-    """Asks for the move of the running request that has the most before it; whether there was one that can move."""
+async def ask_move(operator: Operator, status: pb.Status, near: Collection[str] = ()) -> bool:
+    """Asks for the move of the running request that has the most before it; whether there was one that can move.
+    ``near``: it moves between these workers and the others.
+    """
     hosts = [worker for worker in status.workers if worker.state == "ready"]
     listed = (await operator.trajectories("running", limit=1000)).trajectories
     for request in sorted(listed, key=lambda request: request.tokens):
         for target in hosts:
-            if target.version == request.version and target.worker_id != request.worker:
+            crosses = not near or (target.worker_id in near) != (request.worker in near)
+            if target.version == request.version and target.worker_id != request.worker and crosses:
                 try:
                     await operator.migrate(request.trajectory_id, target.worker_id)
                 except (Conflict, NotFound):  # it has ended or changed hands since

@@ -2,8 +2,9 @@
 
 ORDERS is JSON: model (folder), settings, workers (that it waits for), and a folder for the weights of versions, each a
 small step from the one before; without it, all are the model's. It prints how workers join, then obeys lines of JSON:
-``until``, a counter, grows by ``more`` while the operator moves requests; an empty line ends training and gives what
-was seen.
+``until``, a counter, grows by ``more`` while the operator moves requests; ``across``, some workers, waits until the
+operator has moved a request between these and the others; an empty line ends training and gives what was seen. The next
+line asks for the bytes of the last version that each host fetched, which also measures links.
 """
 
 import asyncio
@@ -48,7 +49,12 @@ async def main(orders: dict[str, Any]) -> None:
         training = asyncio.create_task(train(trainer, operator, weights, steps, enough))
         while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
             order = json.loads(line)
-            say(await during(training, grown(operator, order["until"], order["more"])))
+            obeyed = (
+                crossed(operator, set(order["across"]))
+                if "across" in order
+                else grown(operator, order["until"], order["more"])
+            )
+            say(await during(training, obeyed))
         enough.set()
         await training
         status = await until(operator, lambda status: all(not worker.running for worker in status.workers))
@@ -56,7 +62,6 @@ async def main(orders: dict[str, Any]) -> None:
         moved = [
             each for step in steps for group in step for each in group.trajectories if len(each.worker_history) > 1
         ]
-        fetched = {each.host: each.fetched_bytes async for each in operator.examine()}
         found = {
             "counters": dict(status.counters),
             "moved": len(moved),
@@ -64,9 +69,10 @@ async def main(orders: dict[str, Any]) -> None:
             "arrivals": [[[each.worker_id, each.arrival] for each in response.worker_history] for response in moved],
             "kv_use": sum(worker.kv_use for worker in status.workers),
             "farthest_logprob": farthest_of(moved, weights),
-            "fetched_bytes": fetched,
         }
-    say(found)
+        say(found)
+        if await asyncio.to_thread(sys.stdin.readline):
+            say({each.host: each.fetched_bytes async for each in operator.examine()})
 
 
 class Weights:
@@ -121,6 +127,18 @@ async def grown(operator: Operator, counter: str, more: int) -> dict[str, float]
         if status.counters[counter] >= before + more:
             return dict(status.counters)
         await ask_move(operator, status)
+    raise AssertionError("the service stopped being watched")
+
+
+async def crossed(operator: Operator, near: set[str]) -> dict[str, float]:
+    """The counters, once a running request has moved between these workers and the others."""
+    was_near: dict[str, bool] = {}
+    async for status in operator.watch(period_ms=50):
+        for request in (await operator.trajectories("running", limit=1000)).trajectories:
+            is_near = request.worker in near
+            if was_near.setdefault(request.trajectory_id, is_near) != is_near:
+                return dict(status.counters)
+        await ask_move(operator, status, near)
     raise AssertionError("the service stopped being watched")
 
 

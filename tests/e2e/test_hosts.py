@@ -84,7 +84,18 @@ class Run:
         self._tell(json.dumps({"until": counter, "more": more}))
         return self._said()
 
+    def crosses(self, *near: str) -> None:
+        """Returns when an operator has moved a request between these workers and the others."""
+        self._tell(json.dumps({"across": near}))
+        self._said()
+
     def end(self) -> dict[str, Any]:
+        """Ends training. Returns what the trainer saw."""
+        self._tell("")
+        return self._said()
+
+    def fetched_bytes(self) -> dict[str, int]:
+        """Of the last version, by host, after the end of training. Hosts measure their links for it."""
         self._tell("")
         return self._said()
 
@@ -181,15 +192,18 @@ def test_two_zones_share_a_slow_link(tiny_dense: Path, tmp_path: Path) -> None:
         sizes = {"rollout__max_tokens": 600}
         zones, weights = ("", "far", "far"), tmp_path / "versions"
         run = Run(hosts, tiny_dense, tmp_path, agents=True, zones=zones, weights=weights, **sizes, **link)
-        run.until("migrations_reprefill", 1)
+        run.crosses("h1-w0")
         run.until("groups_trained", 8)
         found = run.end()
-        carried_bytes = hosts.carried_bytes(2, 3) + hosts.carried_bytes(3, 2)
+        between_bytes = sum(hosts.carried_bytes(*pair) for pair in between)
+        within_bytes = hosts.carried_bytes(2, 3) + hosts.carried_bytes(3, 2)
+        fetched_bytes = run.fetched_bytes()
     version_bytes = (weights / "1" / "model.safetensors").stat().st_size
-    crossed_bytes, beside_bytes = sorted(found["fetched_bytes"][host] for host in ("h2", "h3"))
+    crossed_bytes, beside_bytes = sorted(fetched_bytes[host] for host in ("h2", "h3"))
     assert 0 < crossed_bytes < 0.8 * version_bytes, "the last version came as a delta"
     assert beside_bytes == version_bytes, "the second host takes it from the first, whole"
-    assert carried_bytes > version_bytes * (found["versions"] - 1)
+    assert within_bytes > version_bytes * (found["versions"] - 1)
+    assert version_bytes < between_bytes < version_bytes * found["versions"], "one whole, then deltas"
     moves = [pair for history in found["arrivals"] for pair in pairwise(history)]
     crossing = {arrival for (source, _), (target, arrival) in moves if "h1-w0" in (source, target) and source != target}
     assert crossing == {"re-prefilled"}
