@@ -23,10 +23,12 @@ import os
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -145,32 +147,35 @@ def remembered(requests: Sequence[RequestSpec], responses: dict[str, list[int]])
 
 
 def measured(engine: VllmEngine, name: str, batch: int, rounds: int) -> dict[str, float]:
-    """Compares an engine with each kind of drafts and without, in turn; the fastest round of each counts."""
+    """Compares an engine with each kind of drafts with the runs without, before and after it; medians of the rounds."""
     group = max(1, batch // 2)
     prompts = max(2, (8 if batch == FULL else 2) * batch // group)  # large batches try both ways first
     earlier, requests = (requests_of(name, prompts, group, epoch) for epoch in (0, 1))
     known = remembered(earlier, Run(engine, earlier, batch).token_ids)
-    best: dict[str, Run] = {}
+
+    def run_of(kind: str) -> Run:
+        drafter = None if kind == "off" else Drafter(HISTORY_BYTES, is_shared=kind != "ngram")
+        for response in known if drafter is not None and kind == "fleet" else ():
+            drafter.remember(response)
+        engine.core.scheduler.drafter = drafter
+        if drafter is not None:  # the engine's cost is known after a few steps
+            Run(engine, [replace(each, request_id=f"w{each.request_id}") for each in requests_of(name, 2, 1, 9)], 2)
+        return Run(engine, requests, batch)
+
+    plain, found = run_of("off"), defaultdict[str, list[float]](list)
+    found["tokens_per_s"].append(plain.tokens / plain.cpu_s)
     for _ in range(rounds):
-        for kind in ("off", *KINDS):
-            drafter = None if kind == "off" else Drafter(HISTORY_BYTES, is_shared=kind != "ngram")
-            for response in known if drafter is not None and kind == "fleet" else ():
-                drafter.remember(response)
-            engine.core.scheduler.drafter = drafter
-            if drafter is not None:  # the engine's cost is known after a few steps
-                Run(engine, [replace(each, request_id=f"w{each.request_id}") for each in requests_of(name, 2, 1, 9)], 2)
-            run = Run(engine, requests, batch)
-            if kind != "off" and run.responses != best["off"].responses:
+        for kind in KINDS:
+            run, after = run_of(kind), run_of("off")
+            if run.responses != plain.responses:
                 raise SystemExit(f"FAILED: drafts ({kind}) changed a response")
-            if kind not in best or run.cpu_s < best[kind].cpu_s:
-                best[kind] = run
+            found[f"{kind}_vs_off"].append((plain.cpu_s + after.cpu_s) / 2 / run.cpu_s)
+            found[f"{kind}_vs_off_by_clock"].append((plain.wall_s + after.wall_s) / 2 / run.wall_s)
+            found[f"{kind}_tokens_per_step"].append(run.tokens_per_step)
+            found["tokens_per_s"].append(after.tokens / after.cpu_s)
+            plain = after
     engine.core.scheduler.drafter = None
-    found: dict[str, float] = {"tokens_per_s": best["off"].tokens / best["off"].cpu_s}
-    for kind in KINDS:
-        found[f"{kind}_vs_off"] = best["off"].cpu_s / best[kind].cpu_s
-        found[f"{kind}_vs_off_by_clock"] = best["off"].wall_s / best[kind].wall_s
-        found[f"{kind}_tokens_per_step"] = best[kind].tokens_per_step
-    return found
+    return {key: median(values) for key, values in found.items()}
 
 
 def sources(responses: dict[str, list[int]], earlier: dict[str, list[int]], requests: Sequence[RequestSpec]) -> Any:
@@ -246,7 +251,7 @@ def simulated(name: str, tokens_per_step: float) -> dict[str, float | str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=250, help="of training (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="their medians count (%(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[*BATCHES, FULL])
     parser.add_argument(
         "--presets", nargs=2, default=("dora-64", "agent-64"), help="one for each task's drafts (%(default)s)"
