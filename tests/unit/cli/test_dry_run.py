@@ -260,34 +260,61 @@ CHANGES: dict[str, Change] = {
 OF_ANOTHER_TIME = [name for name in CHANGES if name.endswith(" changed")] + ["carried on from another step"]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_state_and_what_belongs_to_it_are_compared_as_by_a_start(
-    here: Path, tiny_dense: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(here)
-    (here / "good.jsonl").write_text('{"prompt": "DIGITS"}\n')
-    (here / "dry_reward.py").write_text(REWARD)
-    (here / "dry_filter.py").write_text(FILTER)
-    shutil.copytree(tiny_dense, here / "model")
+def of_run(folder: Path, **settings: Any) -> Config:
+    """The configuration of a run whose parts are all in a folder, the working directory."""
     fields = {
         "prompts": "good.jsonl",
         "reward__function": "dry_reward:score",
         "selection__filter": "dry_filter:keep",
-        "record": str(here / "record"),
-        "service__state": str(here / "state"),
-        "service__run_folder": str(here / "run"),
+        "record": str(folder / "record"),
+        "service__state": str(folder / "state"),
+        "service__run_folder": str(folder / "run"),
         "workers__count": 0,
     }
-    await begun(fake(here / "model", **fields))
-    await run_preflight(fake(here / "model", **fields), lambda what, found: None)
+    return fake(folder / "model", **(fields | settings))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, cache: Path, tiny_dense: Path) -> tuple[Path, Path]:
+    """The folder of a run that has begun and stopped, and that a dry run would continue; and a copy of it."""
+    folder, copy = (tmp_path_factory.mktemp(name) / "run" for name in ("stopped", "copied"))
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.syspath_prepend(folder)
+        (folder / "good.jsonl").write_text('{"prompt": "DIGITS"}\n')
+        (folder / "dry_reward.py").write_text(REWARD)
+        (folder / "dry_filter.py").write_text(FILTER)
+        shutil.copytree(tiny_dense, folder / "model")
+        asyncio.run(begun(of_run(folder)))
+        asyncio.run(run_preflight(of_run(folder), lambda what, found: None))
+    shutil.copytree(folder, copy)
+    return folder, copy
+
+
+@pytest.fixture
+def stopped(kept: tuple[Path, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of ``kept``, to stand in, as it was: a state names the places of what belongs to it."""
+    folder, copy = kept
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_state_and_what_belongs_to_it_are_compared_as_by_a_start(stopped: Path, change: str) -> None:
     happens, settings, field = CHANGES[change]
-    happens(here)
-    before = content(here)
-    config = fake(here / "model", **(fields | settings))
+    happens(stopped)
+    before = content(stopped)
+    config = of_run(stopped, **settings)
     kind = NotOfOneTime if change in OF_ANOTHER_TIME else InvalidValue
     with refused(kind, field=field) as preflighted:
         await run_preflight(config, lambda what, found: None)
-    assert content(here) == before, "a dry run writes and locks nothing"
+    assert content(stopped) == before, "a dry run writes and locks nothing"
     assert await words_of_a_start(config) == str(preflighted.value)
 
 
