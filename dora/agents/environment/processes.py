@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ ALONE_MAX: Final = 16  # processes of one session at a time
 ALONE_DEATHS: Final = 2  # of a prompt: then it is cancelled
 SUSPECTED: Final = 2  # suspicions of a prompt: then its sessions run alone
 PROMPTS_MAX: Final = 4096  # that are remembered
+_OUTER_FOLDERS: Final = re.compile(r'(?<=^File ").*/(?=[^/"]*/[^/"]*")')  # of a place: a reason has 200 characters
 
 
 class Remote:
@@ -213,7 +215,8 @@ class UserProcess:
         words = os.pread(self._marks, WORDS_BYTES, MARK.size).decode(errors="replace").strip("\0").splitlines()
         os.close(self._marks)
         threads = [number for number, each in enumerate(words) if "hread 0x" in each]  # the main thread is the last
-        at = next((each.strip() for each in words[max(threads, default=0) :] if each.startswith("  File ")), "")
+        places = (each.strip() for each in words[max(threads, default=0) :] if each.startswith("  File "))
+        at = _OUTER_FOLDERS.sub("", next(places, ""))
         said = ", ".join(each for each in (self._said or (words[0] if words else ""), at) if each)
         status = f"signal {-code}" if code < 0 else f"exit status {code}"
         marked = self._remotes.get(number)
