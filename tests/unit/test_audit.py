@@ -84,9 +84,11 @@ async def test_strangers_leave_lines_with_their_addresses(tmp_path: Path, tiny_d
                 with pytest.raises(DoraError):
                     await stranger.status()
         async with grpc.aio.insecure_channel(handle.address) as channel:
+            await channel.channel_ready()  # a call whose connection is late ends before it reaches the service
             for _ in range(3 * LINES_MAX):
-                with pytest.raises(grpc.aio.AioRpcError):
+                with pytest.raises(grpc.aio.AioRpcError) as ended:
                     await channel.unary_unary("/dora.v1.Operator/Drain")(b"")
+                assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
     found = lines(state, REFUSED_FILE)
     silent, counted = ([each for each in found if each["act"] == act] for act in ("Access/Challenge", "Operator/Drain"))
     (forbidden,) = (each for each in found if each["act"] == "Operator/GetStatus")
