@@ -292,7 +292,8 @@ async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
 async def test_a_service_that_was_stopped_itself_blames_nobody(tiny_dense: Path) -> None:
     """It heard nothing for longer than its limit for silent workers, as it was not there to hear."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)
-    wake = "import os, signal, sys, time; time.sleep(5); os.kill(int(sys.argv[1]), signal.SIGCONT)"
+    stop = "import os, signal, sys, time; os.kill(pid := int(sys.argv[1]), signal.SIGSTOP); time.sleep(5)"
+    wake = f"{stop}; os.kill(pid, signal.SIGCONT)"  # of one process: this one is never woken before it is stopped
     async with (
         running(config, processes=True) as handle,
         Operator(handle.address, handle.token) as operator,
@@ -301,7 +302,6 @@ async def test_a_service_that_was_stopped_itself_blames_nobody(tiny_dense: Path)
         training = asyncio.create_task(train(handle, trainer, steps=4, groups=GROUPS))
         await until(operator, lambda status: status.counters["groups_admitted"] > 0)
         waking = await asyncio.create_subprocess_exec(sys.executable, "-c", wake, str(os.getpid()))
-        os.kill(os.getpid(), signal.SIGSTOP)
         await waking.wait()
         steps = await training
         status = await operator.status()
