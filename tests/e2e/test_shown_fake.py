@@ -43,14 +43,16 @@ async def test_a_stream_tells_each_step_and_move_once(tiny_dense: Path) -> None:
                 steps.extend(step.step for step in status.steps)
                 moves.extend(status.moves)
                 if len(steps) >= STEPS and any(move.result == "done" for move in moves):
-                    enough.set()
+                    told.set()
                 if training.done() and len(steps) == len((await operator.status()).steps):
                     return
 
-        enough = asyncio.Event()
+        told, enough = asyncio.Event(), asyncio.Event()
         training = asyncio.create_task(train(handle, trainer, steps=STEPS, groups=4, enough=enough))
         following = asyncio.create_task(follow())
         await during(training, move_one(operator))
+        await during(training, told.wait())
+        enough.set()
         await training
         await following
         whole = await operator.status()
