@@ -80,7 +80,7 @@ class KubernetesTable(Section):
     nodes_per_host: int = Field(1, ge=1, le=64, description="above 1: hosts are groups of a LeaderWorkerSet")
     tls: bool = Field(False, description="with certificates of the Secrets dora-tls-service, -host, -operator, ...")
     monitoring: bool = Field(False, description="with a PodMonitor for Prometheus Operator")
-    patches: list[str] = Field([], description="files of kustomize patches beside this file, such as node selectors")
+    patches: tuple[str, ...] = Field((), description="files of kustomize patches beside this file, such as node selectors")
 
 
 class KubernetesCluster:

@@ -42,9 +42,9 @@ class SlurmTable(Section):
     workers: int = Field(-1, ge=-1, le=256, description="of each host; -1: as the service's own host")
     port: int = Field(7070, ge=1, le=65535, description="of the service, on its node")
     address: str = Field("$(hostname -f)", description="the node's address for other nodes; the shell expands it")
-    service: list[str] = Field([], description="options of sbatch for the service's job, such as --partition=cpu")
-    host: list[str] = Field([], description="options of sbatch for a host's job, such as --gres=gpu:8")
-    setup: list[str] = Field([], description="lines of shell before DORA starts, such as source venv/bin/activate")
+    service: tuple[str, ...] = Field((), description="options of sbatch for the service's job, such as --partition=cpu")
+    host: tuple[str, ...] = Field((), description="options of sbatch for a host's job, such as --gres=gpu:8")
+    setup: tuple[str, ...] = Field((), description="lines of shell before DORA starts, such as source venv/bin/activate")
     dora: str = Field("dora", description="the command on the nodes")
 
 

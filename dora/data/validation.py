@@ -93,7 +93,7 @@ def _known(model: type[BaseModel], path: tuple[str, ...]) -> str:
 
 
 def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
-    section = _section_at(model, path)
+    section, given = _section_at(model, path), path
     while section is None and len(path) > 1 and _section_at(model, path[:-1]) is None:
         path = path[:-1]  # an element of a list of plain values: the list is what is described
     above = _section_at(model, path[:-1])
@@ -110,8 +110,10 @@ def _allowed(model: type[BaseModel], path: tuple[str, ...], value: Any) -> str:
         return one_of(str(value), choices, ALIKE)
     if kind in (int, float):
         return _number(field, finite=not isinstance(value, float) or isfinite(value))
-    if get_origin(kind) is dict:
+    if get_origin(kind) is dict and path == given:
         return "a table"
+    if get_origin(kind) is dict:
+        return "a finite number" if get_args(kind)[1] is float else "a text, in quotes"
     return "true or false" if kind is bool else _text(field, value)
 
 

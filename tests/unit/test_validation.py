@@ -6,6 +6,9 @@ from typing import Any, get_origin
 import pytest
 from pydantic import BaseModel
 
+from dora.cluster.kubernetes import KubernetesTable
+from dora.cluster.ray_order import RayTable
+from dora.cluster.slurm import SlurmTable
 from dora.config import Config, CostConfig, settings_tree, validated
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
@@ -88,6 +91,22 @@ def test_a_service_says_what_is_allowed(override: str, message: str) -> None:
 def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
     with refused(InvalidValue, field="cluster.cost.step_s", value=-1, names=("0", "10000")):
         validated_as(CostConfig, {"step_s": -1}, section="cluster.cost")
+
+
+@pytest.mark.parametrize(
+    ("table", "override", "message"),
+    [
+        (SlurmTable, "host=--gres=gpu:8", "host = '--gres=gpu:8' is not valid: it must be a list of options of sbatch"),
+        (SlurmTable, "setup=[3]", "setup.0 = 3 is not valid: it must be a list of lines of shell"),
+        (KubernetesTable, "patches=x", "patches = 'x' is not valid: it must be a list of files of kustomize patches"),
+        (KubernetesTable, "host.cpu=4", "host.cpu = 4 is not valid: it must be a text, in quotes"),
+        (RayTable, "service.CPU=a", "service.CPU = 'a' is not valid: it must be a finite number"),
+        (RayTable, "service=3", "service = 3 is not valid: it must be a table"),
+    ],
+)
+def test_a_schedulers_table_says_what_is_allowed(table: type[BaseModel], override: str, message: str) -> None:
+    given = "folder=x" if table is SlurmTable else "port=1" if table is RayTable else "image=x"
+    assert message in refusal(table, given, override)
 
 
 def test_what_is_no_mapping_at_all_is_refused_too() -> None:
