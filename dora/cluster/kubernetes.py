@@ -7,6 +7,7 @@ changes the number of hosts through the scale subresource: Kubernetes gives back
 
 import contextlib
 import json
+import re
 import secrets
 import shutil
 import tempfile
@@ -46,6 +47,7 @@ SAID_MAX: Final = 400  # characters of kubectl's
 NOTHING: Final[Mapping[str, Any]] = {}
 ROLES: Final = (Role.OWNER, Role.TRAINER, Role.HOST, Role.OPERATOR, Role.ENVIRONMENT, Role.METRICS)
 FRONT_KEY: Final = "front"
+LOGGED: Final = re.compile(r'^[EF]\d{4} .*?] "command failed" err=')  # before a reason
 SIZE: Final = r"^\d+[KMGTP]i?$"
 # What kubectl says, and what to do about it.
 ADVICE: Final = (
@@ -54,6 +56,7 @@ ADVICE: Final = (
     ("namespaces ", "in a namespace that exists: `kubectl create namespace`, or kubernetes.namespace"),
     ("no matches for kind", "of kinds that the cluster knows: install their controller, or change the table"),
     ("nauthorized", "with valid credentials: `kubectl config get-contexts`, or kubernetes.context"),
+    ("patch-", "with kustomize patches in the files of kubernetes.patches"),
     ("context", "with a context of the kubeconfig: `kubectl config get-contexts`, or kubernetes.context"),
     ("refused", "with a cluster that answers: `kubectl config get-contexts`, or kubernetes.context"),
 )
@@ -80,7 +83,7 @@ class KubernetesTable(Section):
     nodes_per_host: int = Field(1, ge=1, le=64, description="above 1: hosts are groups of a LeaderWorkerSet")
     tls: bool = Field(False, description="with certificates of the Secrets dora-tls-service, -host, -operator, ...")
     monitoring: bool = Field(False, description="with a PodMonitor for Prometheus Operator")
-    patches: tuple[str, ...] = Field((), description="files of kustomize patches beside this file, such as node selectors")
+    patches: tuple[str, ...] = Field((), description="kustomize patches beside this file, such as node selectors")
 
 
 class KubernetesCluster:
@@ -311,5 +314,5 @@ def _called(*arguments: str) -> str:
     done = called("kubectl", *arguments, setting=TABLE, which="of 1.27 or newer", answers="the cluster")
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "rror" in line] or [done.stderr]
-        raise _refused(" ".join(errors[0].split())[:SAID_MAX], f"kubectl {arguments[0]}")
+        raise _refused(" ".join(LOGGED.sub("", errors[0]).split())[:SAID_MAX], f"kubectl {arguments[0]}")
     return done.stdout

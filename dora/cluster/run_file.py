@@ -23,11 +23,11 @@ def read_run_file(path: Path, scheduler: str = "") -> RunFile:
     Raises InvalidValue otherwise, and for a file that the service would refuse.
     """
     tree = settings_tree(path, (), "--file")
-    if scheduler and isinstance(table := tree.get(scheduler, {}), dict):
-        return RunFile(path, load_config(path), scheduler, table)
     known = sorted(schedulers())
-    tables = [name for name in known if name in tree]
-    if len(tables) != 1 or not isinstance(tree[tables[0]], dict):
+    tables = [scheduler] if scheduler else [name for name in known if name in tree]
+    if len(tables) != 1:
         allowed = f"with exactly one of the tables [{'], ['.join(known)}]"
         raise InvalidValue("--file", str(path), allowed, why=f"has {', '.join(tables) or 'none'}")
-    return RunFile(path, load_config(path), tables[0], tree[tables[0]])
+    if not isinstance(table := tree.get(tables[0], {}), dict):
+        raise InvalidValue(tables[0], table, "a table")
+    return RunFile(path, load_config(path), tables[0], table)

@@ -44,7 +44,7 @@ class SlurmTable(Section):
     address: str = Field("$(hostname -f)", description="the node's address for other nodes; the shell expands it")
     service: tuple[str, ...] = Field((), description="options of sbatch for the service's job, such as --partition=cpu")
     host: tuple[str, ...] = Field((), description="options of sbatch for a host's job, such as --gres=gpu:8")
-    setup: tuple[str, ...] = Field((), description="lines of shell before DORA starts, such as source venv/bin/activate")
+    setup: tuple[str, ...] = Field((), description="lines of shell before DORA, such as source venv/bin/activate")
     dora: str = Field("dora", description="the command on the nodes")
 
 

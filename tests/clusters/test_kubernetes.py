@@ -140,6 +140,13 @@ def test_every_pod_has_no_rights_and_knows_its_service(tmp_path: Path) -> None:
 
 
 @needs_kubectl
+def test_a_name_is_text_also_if_yaml_has_another_meaning_for_it(tmp_path: Path) -> None:
+    for name in ("null", "true", "y"):
+        objects = planned(tmp_path, f'{RUN}name = "{name}"\nnodes_per_host = 2\n')
+        assert {each["metadata"]["labels"]["app.kubernetes.io/instance"] for each in objects} == {name}
+
+
+@needs_kubectl
 def test_groups_certificates_and_patches(tmp_path: Path) -> None:
     (tmp_path / "nodes.yaml").write_text(
         "kind: StatefulSet\napiVersion: apps/v1\nmetadata: {name: host}\n"
@@ -202,6 +209,14 @@ def test_a_wrong_table_is_refused_by_name(lines: str, named: str, tmp_path: Path
         "up", "--dry-run", "--file", str(tmp_path / "run.toml"), environment={"PATH": "", "HOME": str(tmp_path)}
     )
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) <= 2, done.stderr
+
+
+@needs_kubectl
+def test_a_file_that_is_no_patch_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[kubernetes]\nimage = "a"\npatches = ["run.toml"]\n')
+    done = dora("up", "--dry-run", "--file", str(tmp_path / "run.toml"))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "files of kubernetes.patches" in done.stderr and "run.go" not in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------- pods

@@ -145,7 +145,8 @@ def test_the_scripts_can_be_read_and_submitted_by_hand(tmp_path: Path, tiny_dens
     ("text", "named"),
     [
         ("", "[slurm]"),
-        ("slurm = 3", "[slurm]"),
+        ("slurm = 3", "slurm = 3 is not valid: it must be a table"),
+        ("[[slurm]]", "slurm = [{}] is not valid: it must be a table"),
         ("[slurm]\nhosts = 2", "slurm.folder"),
         ('[slurm]\nfolder = "x"\nhost = "--gres=gpu"', "slurm.host"),
         ('[slurm]\nfolder = "x"\n[windw]\nsize = 2', "windw"),

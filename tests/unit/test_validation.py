@@ -98,7 +98,7 @@ def test_a_field_is_named_with_the_section_that_it_stands_in() -> None:
     [
         (SlurmTable, "host=--gres=gpu:8", "host = '--gres=gpu:8' is not valid: it must be a list of options of sbatch"),
         (SlurmTable, "setup=[3]", "setup.0 = 3 is not valid: it must be a list of lines of shell"),
-        (KubernetesTable, "patches=x", "patches = 'x' is not valid: it must be a list of files of kustomize patches"),
+        (KubernetesTable, "patches=x", "patches = 'x' is not valid: it must be a list of kustomize patches"),
         (KubernetesTable, "host.cpu=4", "host.cpu = 4 is not valid: it must be a text, in quotes"),
         (RayTable, "service.CPU=a", "service.CPU = 'a' is not valid: it must be a finite number"),
         (RayTable, "service=3", "service = 3 is not valid: it must be a table"),
