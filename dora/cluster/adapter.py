@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+SERVICE: Final = "service"
+HOST: Final = "host"
 
 
 @dataclass(frozen=True, slots=True)

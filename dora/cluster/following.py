@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from dora.cluster.adapter import Cluster
+from dora.cluster.adapter import HOST, Cluster
 from dora.rpc.dora_pb2 import FleetAdvice
 
 
@@ -14,7 +14,7 @@ def follow(cluster: Cluster, advice: FleetAdvice) -> Iterator[str]:
     """
     if not advice.act or advice.hosts_wanted == advice.hosts:
         return
-    jobs = [job for job in cluster.jobs() if job.part == "host"]
+    jobs = [job for job in cluster.jobs() if job.part == HOST]
     if advice.hosts_wanted > advice.hosts:
         if advice.hosts_wanted > len(jobs):
             cluster.want(advice.hosts_wanted)

@@ -24,6 +24,7 @@ from dora.cluster.adapter import Job
 from dora.cluster.commands import called
 from dora.cluster.rendering import TEMPLATES, rendered
 from dora.cluster.run_file import RunFile
+from dora.cluster.starting import check_new, check_started
 from dora.config.reading import KUBERNETES
 from dora.config.section import Section
 from dora.data.validation import validated_as
@@ -104,8 +105,7 @@ class KubernetesCluster:
             return {"run.yaml": _called("kustomize", str(folder))}
 
     def up(self, hosts: int | None) -> list[Job]:
-        if running := self.jobs():
-            raise InvalidValue("--file", str(self._file.path), "a run without pods", why=f"has {running[0].name}")
+        check_new(self._file, self.jobs())
         wanted = self._table.hosts if hosts is None else hosts
         tokens, claims = self._tokens(), self._names("persistentvolumeclaims")
         with self._overlay(wanted, tokens or _new_tokens()) as folder:
@@ -113,7 +113,7 @@ class KubernetesCluster:
                 known = self._refusals()
                 self._kubectl("apply", "--kustomize", str(folder))
                 self._await_pods(wanted, known)
-            except InvalidValue:
+            except BaseException:  # also Ctrl-C
                 with contextlib.suppress(InvalidValue):  # the first reason is what the user needs
                     self._delete(() if tokens else ("secrets",))
                     for new in set(self._names("persistentvolumeclaims")) - set(claims):
@@ -132,11 +132,12 @@ class KubernetesCluster:
         return sorted(found, key=lambda job: (job.part != "service", job.part, _number(job.name), job.name))
 
     def want(self, hosts: int) -> list[Job]:
+        check_started(self._file, self.jobs())
         before, known = self._kubectl("get", self._hosts, "--output=jsonpath={.spec.replicas}"), self._refusals()
         self._kubectl("scale", self._hosts, f"--replicas={hosts}")
         try:
             self._await_pods(hosts, known)
-        except InvalidValue:
+        except BaseException:
             self._kubectl("scale", self._hosts, f"--replicas={before}")
             raise
         return self.jobs()

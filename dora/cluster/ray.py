@@ -9,7 +9,6 @@ dies. Ray is imported when a run is started or asked for: the service knows none
 
 import hashlib
 import itertools
-import secrets
 import shlex
 import time
 from collections.abc import Mapping
@@ -17,15 +16,15 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Final, Self
 
-from dora.cluster.adapter import Job
-from dora.cluster.ray_order import HOST, SERVICE, Order, RayTable, State, command_of
+from dora.cluster.adapter import HOST, SERVICE, Job
+from dora.cluster.ray_order import Order, RayTable, State, command_of
 from dora.cluster.run_file import RunFile, read_run_file
+from dora.cluster.starting import check_started, job_of, leaving, starting
 from dora.config.reading import RAY
 from dora.data.validation import validated_as
 from dora.errors import MISSING, InvalidValue
 from dora.release import __version__
 from dora.rpc.roles import Role, TokenGeneration
-from dora.system.files import replace_durably
 
 DRAIN_S: Final = 90.0  # a host drains for at most a minute
 POLL_S: Final = 0.5
@@ -83,50 +82,35 @@ class Cluster:
         return found
 
     def up(self, hosts: int | None) -> list[Job]:
-        if running := self.jobs():
-            raise InvalidValue("--file", str(self._file.path), "a run without jobs", why=f"has job {running[0].name}")
         names = [SERVICE, *(f"h{number}" for number in range(self._wanted if hosts is None else hosts))]
         for name in names[:2]:
             if self._ray.lacks_room(self._bundle(name)):
                 setting, allowed = "ray.service" if name == SERVICE else "ray", "resources that a node of Ray's has"
                 raise InvalidValue(setting, self._bundle(name), f"{allowed}: `ray status` shows them")
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not (self._folder / "token").exists():
-                replace_durably(self._folder / "token", secrets.token_hex(32))
-        except OSError as error:
-            raise InvalidValue("ray.folder", str(self._folder), f"a folder to write in ({error.strerror})") from error
-        try:
+        with starting(self, self._file, self._folder):
             for name in names:
                 self._start(name)
             found = self._accepted()
             while any(job.state in (State.STARTING, State.SILENT) for job in found):
                 time.sleep(POLL_S)
                 found = self._accepted()
-        except BaseException:  # also Ctrl-C
-            self.down()  # a service that was killed would leave its workers for the next one
-            raise
-        return found
+            return found
 
     def jobs(self) -> list[Job]:
         return sorted(self._ray.reports(self._run), key=lambda job: (job.part == HOST, len(job.name), job.name))
 
     def want(self, hosts: int) -> list[Job]:
-        jobs = self.jobs()
+        check_started(self._file, jobs := self.jobs())
         present = [job for job in jobs if job.part == HOST and job.state not in (State.RELEASED, State.ENDED)]
         free = (name for number in itertools.count() if (name := f"h{number}") not in {job.name for job in jobs})
         for _ in range(hosts - len(present)):
             self._start(next(free))
-        by_worth = sorted(present, key=lambda job: (job.state != State.PENDING, -int(job.name[1:])))
-        for job in by_worth[: max(0, len(present) - hosts)]:
+        for job in leaving(present, hosts):
             self._release(job)
         return self.jobs()
 
     def release(self, host: str) -> None:
-        job = next((job for job in self.jobs() if job.name == host and job.part == HOST), None)
-        if job is None:
-            raise InvalidValue("host", host, "the name of a host's job, as `dora cluster status` lists it")
-        self._release(job)
+        self._release(job_of(host, self.jobs()))
 
     def down(self) -> list[str]:
         ends_s = time.monotonic() + DRAIN_S
@@ -170,7 +154,12 @@ class Cluster:
         token = self.token if name == SERVICE else TokenGeneration.following(self.token).of[Role.HOST]
         from dora.cluster.ray_part import start
 
-        self._actors.append(start(self._order(name, token), self._bundle(name), self._lifetime))
+        try:
+            self._actors.append(start(self._order(name, token), bundle := self._bundle(name), self._lifetime))
+        except ValueError as error:
+            raise InvalidValue(
+                "ray.service" if name == SERVICE else "ray", bundle, f"what Ray accepts ({error})"
+            ) from error
 
     def _bundle(self, name: str) -> dict[str, float]:
         needs = self._table.service if name == SERVICE else {"CPU": self._table.cpus, "GPU": self._table.gpus}

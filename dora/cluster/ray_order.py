@@ -6,10 +6,9 @@ from typing import Final
 
 from pydantic import Field
 
+from dora.cluster.adapter import HOST, SERVICE
 from dora.config.section import Section
 
-SERVICE: Final = "service"
-HOST: Final = "host"
 REJOIN_S: Final = 30  # then a host asks again where the service is
 
 HEAD: Final = "node:__internal_head__"  # a resource of Ray's head node alone

@@ -23,9 +23,9 @@ from ray.exceptions import RayError
 from ray.util import get_node_ip_address, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dora.cluster.adapter import Job
+from dora.cluster.adapter import HOST, SERVICE, Job
 from dora.cluster.ray_calls import actor_of, drained_by_s, group_of, remove
-from dora.cluster.ray_order import HOST, SERVICE, Order, State, command_of
+from dora.cluster.ray_order import Order, State, command_of
 from dora.errors import InvalidValue
 from dora.host.last_words import reason_in
 from dora.host.placement import gpus, visible

@@ -12,7 +12,6 @@ shared folder, also after it began again on another node.
 """
 
 import hashlib
-import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -21,17 +20,17 @@ from typing import Final
 
 from pydantic import Field
 
-from dora.cluster.adapter import Job
+from dora.cluster.adapter import HOST, SERVICE, Job
 from dora.cluster.commands import called
 from dora.cluster.rendering import rendered
 from dora.cluster.run_file import RunFile
+from dora.cluster.starting import PENDING, check_started, job_of, leaving, starting
+from dora.config.reading import SLURM
 from dora.config.section import Section
 from dora.data.validation import validated_as
 from dora.errors import InvalidValue
-from dora.system.files import replace_durably
-from dora.system.ownership import check_locks
 
-TABLE: Final = "slurm"
+TABLE: Final = SLURM
 ENDS_S: Final = 30.0  # after its notice a job may still take
 POLL_S: Final = 0.5
 
@@ -54,31 +53,24 @@ class SlurmCluster:
         self._table = validated_as(SlurmTable, file.table, TABLE)
         self._folder = Path(self._table.folder).absolute()
         name = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
-        self._names = {part: f"dora-{name}-{part}" for part in ("service", "host")}
+        self._names = {part: f"dora-{name}-{part}" for part in (SERVICE, HOST)}
 
     def planned(self) -> Mapping[str, str]:
         follows = self._file.config.cluster.autoscale == "act"
         values = {**self._table.model_dump(), "folder": self._folder, "follows": follows}
 
         def script(part: str, job: str) -> str:
-            own = {"job": job, "options": getattr(self._table, part), "service": self._names["service"]}
+            own = {"job": job, "options": getattr(self._table, part), "service": self._names[SERVICE]}
             return rendered(f"slurm_{part}.sh.j2", {**values, **own})
 
         return {f"{part}.sh": script(part, job) for part, job in self._names.items()}
 
     def up(self, hosts: int | None) -> list[Job]:
-        if running := self.jobs():
-            raise InvalidValue("--file", str(self._file.path), "a run without jobs", why=f"has job {running[0].name}")
-        self._prepare()
-        try:
-            self._submit("service")
+        with starting(self, self._file, self._folder, self._prepare):
+            self._submit(SERVICE)
             for _ in range(self._table.hosts if hosts is None else hosts):
-                self._submit("host")
-        except InvalidValue:
-            for job in self.jobs():
-                self._cancel(job)
-            raise
-        return self.jobs()
+                self._submit(HOST)
+            return self.jobs()
 
     def jobs(self) -> list[Job]:
         found, parts = [], {name: part for part, name in self._names.items()}
@@ -86,23 +78,20 @@ class SlurmCluster:
         for line in listed.splitlines():
             name, number, state, machine, reason = line.strip().split("|", 4)
             part, why = parts[name], "" if reason == "None" else reason
-            found.append(Job(number, part, state.lower(), machine, why, f"h{number}" if part == "host" else ""))
+            found.append(Job(number, part, state.lower(), machine, why, f"h{number}" if part == HOST else ""))
         return found
 
     def want(self, hosts: int) -> list[Job]:
-        present = [job for job in self.jobs() if job.part == "host" and not self._released(job.name).exists()]
+        check_started(self._file, jobs := self.jobs())
+        present = [job for job in jobs if job.part == HOST and not self._released(job.name).exists()]
         for _ in range(hosts - len(present)):
-            self._submit("host")
-        by_worth = sorted(present, key=lambda job: (job.state != "pending", -int(job.name)))
-        for job in by_worth[: max(0, len(present) - hosts)]:
+            self._submit(HOST)
+        for job in leaving(present, hosts):
             self._release(job)
         return self.jobs()
 
     def release(self, host: str) -> None:
-        job = next((job for job in self.jobs() if job.name == host and job.part == "host"), None)
-        if job is None:
-            raise InvalidValue("host", host, "the number of a host's job, as `dora cluster status` lists it")
-        self._release(job)
+        self._release(job_of(host, self.jobs()))
 
     def down(self) -> list[str]:
         if self._folder.is_dir():
@@ -119,22 +108,15 @@ class SlurmCluster:
     # ------------------------------------------------------------------------------------------------------------ own
 
     def _prepare(self) -> None:
-        """Makes the shared folder and writes what the jobs read. Raises InvalidValue for a folder that will not do."""
+        """Writes what the jobs read."""
         folder = self._folder
-        try:
-            for each in (folder, folder / "logs", folder / "released"):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_locks(folder)
-            for left in (folder / "ended", folder / "address", *(folder / "released").iterdir()):
-                left.unlink(missing_ok=True)
-            if not (folder / "token").exists():
-                replace_durably(folder / "token", secrets.token_hex(32))
-            shutil.copyfile(self._file.path, folder / "run.toml")
-            for name, text in self.planned().items():
-                (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            allowed = f"a folder on storage of all nodes, with locks and fsync ({error.strerror})"
-            raise InvalidValue(f"{TABLE}.folder", str(folder), allowed) from error
+        for each in (folder / "logs", folder / "released"):
+            each.mkdir(mode=0o700, exist_ok=True)
+        for left in (folder / "ended", folder / "address", *(folder / "released").iterdir()):
+            left.unlink(missing_ok=True)
+        shutil.copyfile(self._file.path, folder / "run.toml")
+        for name, text in self.planned().items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def _submit(self, part: str) -> None:
         _called("sbatch", "--parsable", str(self._folder / f"{part}.sh"), setting=f"{TABLE}.{part}")
@@ -144,7 +126,7 @@ class SlurmCluster:
         self._end(host)
 
     def _end(self, job: Job) -> None:
-        self._cancel(job, *(() if job.state == "pending" else ("--signal=TERM",)))
+        self._cancel(job, *(() if job.state == PENDING else ("--signal=TERM",)))
 
     def _cancel(self, job: Job, *options: str) -> None:
         """Runs scancel, which may refuse a job that has ended meanwhile."""

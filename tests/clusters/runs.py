@@ -31,6 +31,7 @@ class Run:
         engine: str = "fake",
         **table: Any,
     ) -> None:
+        at.mkdir(exist_ok=True)
         self.file, self.shared, self.address = at / "run.toml", at / "shared", free_address()
         self._python, self._environment = python, environment
         is_real = engine == "vllm"

@@ -294,6 +294,8 @@ class Run:
 def test_a_real_api_server_starts_scales_and_ends_a_run(server: ApiServer, tmp_path: Path) -> None:
     server.kubectl("create", "namespace", "life")
     run = Run(server, tmp_path, "life", "hosts = 2\nfronts = 1")
+    early = run.dora("scale", "4")
+    assert early.returncode == 2 and "dora cluster up" in early.stderr and len(early.stderr.splitlines()) == 1
     assert run.parts(run.dora("up", "--json")) == ["service", "front", "host", "host"]
     again = run.dora("up")
     assert again.returncode == 2 and "dora-service-0" in again.stderr, "one state has one service"

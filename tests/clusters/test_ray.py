@@ -180,6 +180,14 @@ def test_what_no_node_has_is_said_and_nothing_stays(ray: Ray, tmp_path: Path, ti
     done = run.dora("up")
     assert done.returncode == 2 and "{'CPU': 4096.0}" in done.stderr and "ray status" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    ray.add()
+    for table in ({"service": {}}, {"service": {"CPU": -1}}, {"cpus": 0}):
+        run = run_on(ray, tmp_path, tiny_dense, **table)
+        done = run.dora("up")
+        assert done.returncode == 2 and "what Ray accepts" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert ray.left() == []
+    done = run.dora("scale", "2")
+    assert done.returncode == 2 and "dora cluster up" in done.stderr and len(done.stderr.splitlines()) == 1
     run = run_on(ray, tmp_path, tiny_dense, hosts=0, folder="/proc/no")
     done = run.dora("up")
     assert done.returncode == 2 and "ray.folder = '/proc/no'" in done.stderr

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from dora.cluster.adapter import Job
 from dora.cluster.run_file import read_run_file
 from dora.cluster.slurm import SlurmCluster
+from dora.system.ownership import hold
 from tests.clusters.runs import Run
 from tests.clusters.slurm import Slurm, is_there, with_marks
 
@@ -107,6 +110,39 @@ def test_what_slurm_refuses_is_said_and_nothing_stays(slurm: Slurm, tmp_path: Pa
     run.file.write_text(run.file.read_text().replace(f"{run.shared}", "/proc/no"))
     unusable = run.dora("up")
     assert unusable.returncode == 2 and "slurm.folder" in unusable.stderr
+
+
+def test_a_start_that_fails_or_is_interrupted_leaves_nothing(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    """Also if the service runs already, which requeues itself when it is stopped."""
+    run = run_on(slurm, tmp_path / "a b%j", tiny_dense)  # a folder's name is no pattern of Slurm's
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    runs = f'until [ -s "{run.shared}/address" ]; do sleep 0.2; done'
+    slurms = shutil.which("sbatch", path=slurm.environment["PATH"])
+    environment = {**slurm.environment, "PATH": f"{tmp_path}/bin:{slurm.environment['PATH']}"}
+    for then, code, said in (
+        ("echo over a limit >&2; exit 1", 2, "what Slurm accepts: over a limit"),
+        ("kill -INT $PPID; sleep 60", 130, "interrupted"),
+    ):
+        sbatch.write_text(f'#!/bin/bash\ncase "$*" in *host.sh) {runs}; {then} ;; esac\nexec {slurms} "$@"\n')
+        sbatch.chmod(0o755)
+        command = ["env", "--default-signal=INT", sys.executable, "-m", "dora", "cluster", "up", "--file", run.file]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert slurm.call("squeue", "--noheader") == "" and with_marks([f"{run.shared}"]) == []
+        (run.shared / "address").unlink()
+
+
+def test_a_run_is_started_once_before_it_is_scaled(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    run = run_on(slurm, tmp_path, tiny_dense)
+    for words in (["scale", "2"], ["down"], ["down"], ["scale", "2"]):
+        done = run.dora(*words)
+        assert (done.returncode, "dora cluster up" in done.stderr) == ((2, True) if words[0] == "scale" else (0, False))
+    run.shared.mkdir(exist_ok=True)
+    with closing(hold(run.shared / "starting")):
+        done = run.dora("up")
+    assert done.returncode == 2 and "is being started" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert slurm.call("squeue", "--noheader") == ""
 
 
 def test_a_job_that_has_ended_since_it_was_listed_is_no_error(
