@@ -7,6 +7,7 @@ shared folder, also after it began again on another node.
     FOLDER/run.toml, token, service.sh, host.sh   written by ``up``
     FOLDER/address       of the service that runs
     FOLDER/ended         the run was ended; released/JOB: a host was. Their jobs are not requeued
+    FOLDER/refused/      why jobs ended that would be refused again
     FOLDER/state/        of the service
     FOLDER/logs/
 """
@@ -24,7 +25,7 @@ from dora.cluster.adapter import HOST, SERVICE, Job
 from dora.cluster.commands import called
 from dora.cluster.rendering import rendered
 from dora.cluster.run_file import RunFile
-from dora.cluster.starting import PENDING, check_started, job_of, leaving, starting
+from dora.cluster.starting import PENDING, REFUSED, check_started, job_of, leaving, starting
 from dora.config.reading import SLURM
 from dora.config.section import Section
 from dora.data.validation import validated_as
@@ -79,11 +80,15 @@ class SlurmCluster:
             name, number, state, machine, reason = line.strip().split("|", 4)
             part, why = parts[name], "" if reason == "None" else reason
             found.append(Job(number, part, state.lower(), machine, why, f"h{number}" if part == HOST else ""))
+        for file in sorted(self._folder.glob("refused/*")):
+            name, _, number = file.name.rpartition("-")
+            reason = file.read_text(encoding="utf-8").strip().removeprefix("dora: ")
+            found.append(Job(number, parts[name], REFUSED, "", reason))
         return found
 
     def want(self, hosts: int) -> list[Job]:
         check_started(self._file, jobs := self.jobs())
-        present = [job for job in jobs if job.part == HOST and not self._released(job.name).exists()]
+        present = [job for job in jobs if job.part == HOST and self._is_wanted(job)]
         for _ in range(hosts - len(present)):
             self._submit(HOST)
         for job in leaving(present, hosts):
@@ -110,7 +115,7 @@ class SlurmCluster:
     def _prepare(self) -> None:
         """Writes what the jobs read."""
         folder = self._folder
-        for each in (folder / "logs", folder / "released"):
+        for each in (folder / "logs", folder / "released", folder / "refused"):
             each.mkdir(mode=0o700, exist_ok=True)
         for left in (folder / "ended", folder / "address", *(folder / "released").iterdir()):
             left.unlink(missing_ok=True)
@@ -126,6 +131,9 @@ class SlurmCluster:
         self._end(host)
 
     def _end(self, job: Job) -> None:
+        if job.state == REFUSED:
+            (self._folder / "refused" / f"{self._names[job.part]}-{job.name}").unlink(missing_ok=True)
+            return
         self._cancel(job, *(() if job.state == PENDING else ("--signal=TERM",)))
 
     def _cancel(self, job: Job, *options: str) -> None:
@@ -135,6 +143,9 @@ class SlurmCluster:
         except InvalidValue:
             if any(each.name == job.name and each.state != "completing" for each in self.jobs()):
                 raise
+
+    def _is_wanted(self, job: Job) -> bool:
+        return job.state != REFUSED and not self._released(job.name).exists()
 
     def _released(self, job: str) -> Path:
         return self._folder / "released" / job

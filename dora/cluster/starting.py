@@ -13,6 +13,7 @@ from dora.system.files import replace_durably
 from dora.system.ownership import check_locks, hold
 
 PENDING: Final = "pending"
+REFUSED: Final = "refused"
 
 
 def check_new(file: RunFile, jobs: Iterable[Job]) -> None:
@@ -22,7 +23,7 @@ def check_new(file: RunFile, jobs: Iterable[Job]) -> None:
 
 
 def check_started(file: RunFile, jobs: Iterable[Job]) -> None:
-    if all(job.part != SERVICE for job in jobs):
+    if all(job.part != SERVICE or job.state == REFUSED for job in jobs):
         raise InvalidValue("--file", str(file.path), "started first, by `dora cluster up`", why="has no service")
 
 

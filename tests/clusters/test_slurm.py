@@ -32,8 +32,8 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 
 def run_on(slurm: Slurm, at: Path, model: Path, **table: Any) -> Run:
-    dora = f"{Path(sys.executable).with_name('dora')}"
-    return Run("slurm", sys.executable, slurm.environment, at, model, address="127.0.0.1", dora=dora, **table)
+    own = {"address": "127.0.0.1", "dora": f"{Path(sys.executable).with_name('dora')}"}
+    return Run("slurm", sys.executable, slurm.environment, at, model, **{**own, **table})
 
 
 @pytest.mark.parametrize("engine", ["fake", pytest.param("vllm", marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
@@ -143,6 +143,27 @@ def test_a_run_is_started_once_before_it_is_scaled(slurm: Slurm, tmp_path: Path,
         done = run.dora("up")
     assert done.returncode == 2 and "is being started" in done.stderr and len(done.stderr.splitlines()) == 1
     assert slurm.call("squeue", "--noheader") == ""
+
+
+@pytest.mark.parametrize(
+    ("table", "part", "said"),
+    [
+        ({"setup": ["export SLURM_JOB_GPUS=0 CUDA_VISIBLE_DEVICES="]}, "host", "sees no GPU"),
+        ({"dora": "/no/dora"}, "service", "/no/dora: No such file or directory"),
+    ],
+)
+async def test_a_node_that_cannot_have_its_part_is_released_and_the_status_says_why(
+    table: dict[str, Any], part: str, said: str, slurm: Slurm, tmp_path: Path, tiny_dense: Path
+) -> None:
+    run = run_on(slurm, tmp_path, tiny_dense, **table)
+    assert run.dora("up").returncode == 0
+    async with asyncio.timeout(120):
+        while not (found := [job for job in run.jobs(part) if job["state"] == "refused"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+    assert said in found[0]["reason"]
+    assert found[0]["name"] not in slurm.call("squeue", "--noheader", "--format=%i", "--states=running").split()
+    assert run.dora("down").returncode == 0
+    assert run.jobs() == [] and with_marks([f"{run.shared}"]) == []
 
 
 def test_a_job_that_has_ended_since_it_was_listed_is_no_error(
