@@ -381,3 +381,19 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.chmod(0o644)
     result = dora("status", "--address", "127.0.0.1:1", "--token-file", str(file))
     assert result.exit_code == ExitCode.USAGE and "0644" in result.output and "hush-hush" not in result.output
+
+
+def test_a_command_that_is_interrupted_while_it_loads_says_so_in_a_line() -> None:
+    program = """
+import os, signal, sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "dora.ops.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupted())
+from dora.ops.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (ExitCode.INTERRUPTED, "dora: interrupted\n")
