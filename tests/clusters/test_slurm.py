@@ -19,6 +19,7 @@ from dora.cluster.slurm import SlurmCluster
 from dora.system.ownership import hold
 from tests.clusters.runs import Run
 from tests.clusters.slurm import Slurm, is_there, with_marks
+from tests.snippets import ROOT
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -176,6 +177,42 @@ def test_a_job_that_has_ended_since_it_was_listed_is_no_error(
     before, now = [[Job("4711", "host", "running")]], cluster.jobs
     monkeypatch.setattr(cluster, "jobs", lambda: before.pop() if before else now())
     assert cluster.down() == [] and not before
+
+
+async def test_the_pages_lines_work_as_printed(slurm: Slurm, tmp_path: Path, tiny_dense: Path) -> None:
+    """On this Slurm's partitions, without GPUs, and with a folder of the test in place of /shared."""
+    section = (ROOT / "docs" / "clusters.md").read_text().partition("## On Slurm\n")[2].partition("\n## ")[0]
+    table = section.partition("```toml\n")[2].partition("```")[0]
+    run = run_on(slurm, tmp_path, tiny_dense)
+    for printed, here in (
+        ("--partition=cpu", "--partition=low"),
+        ("--partition=gpu", "--partition=low"),
+        (', "--gres=gpu:8"', ""),
+        (', "--cpus-per-task=8"', ""),
+        ("/shared/run1", f"{run.shared}"),
+        ("/shared/venv", sys.prefix),
+    ):
+        assert printed in table
+        table = table.replace(printed, here)
+    lines, port = run.file.read_text().partition("[slurm]")[0], run.address.rpartition(":")[2]
+    run.file.write_text(f'{lines}[slurm]\naddress = "127.0.0.1"\nport = {port}\n{table.partition("[slurm]")[2]}')
+    up, status, scale, down = (line.strip() for line in section.splitlines() if line.startswith("    dora"))
+    environment = {**slurm.environment, "PATH": f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"}
+
+    def typed(*commands: str) -> str:
+        script = "\n".join(["set -e", *commands])
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert typed(up).count(" host ") == 4
+    first, second, *_ = (job["name"] for job in run.jobs("host"))
+    await run.until_hosts(f"h{first}", f"h{second}")  # the third node has the service
+    assert typed(status).count("running") == 3 and typed(scale).count(" host ") == 8
+    typed(down)
+    assert run.jobs() == [] and with_marks([f"{run.shared}"]) == []
 
 
 def test_the_scripts_can_be_read_and_submitted_by_hand(tmp_path: Path, tiny_dense: Path) -> None:
