@@ -49,6 +49,7 @@ NOTHING: Final[Mapping[str, Any]] = {}
 ROLES: Final = (Role.OWNER, Role.TRAINER, Role.HOST, Role.OPERATOR, Role.ENVIRONMENT, Role.METRICS)
 FRONT_KEY: Final = "front"
 LOGGED: Final = re.compile(r'^[EF]\d{4} .*?] "command failed" err=')  # before a reason
+GPUS: Final = "nvidia.com/"  # the resources of NVIDIA's device plugin: whole GPUs and parts of them
 SIZE: Final = r"^\d+[KMGTP]i?$"
 # What kubectl says, and what to do about it.
 ADVICE: Final = (
@@ -227,6 +228,8 @@ class KubernetesCluster:
         change("service", {"op": "replace", "path": f"{CLAIM}/resources/requests/storage", "value": table.storage})
         if table.storage_class:
             change("service", {"op": "add", "path": f"{CLAIM}/storageClassName", "value": table.storage_class})
+        if any(resource.startswith(GPUS) for resource in table.host):  # without them it would run on its CPU
+            change("host", {"op": "add", "path": f"{ARGUMENTS}/-", "value": "--device=cuda"})
         if table.workers >= 0:
             change("host", {"op": "add", "path": f"{ARGUMENTS}/-", "value": f"--workers={table.workers}"})
         return found

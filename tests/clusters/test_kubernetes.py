@@ -147,6 +147,16 @@ def test_a_name_is_text_also_if_yaml_has_another_meaning_for_it(tmp_path: Path) 
 
 
 @needs_kubectl
+@pytest.mark.parametrize(("resource", "device"), [("nvidia.com/gpu", ["--device=cuda"]), ("cpu", [])])
+def test_a_host_that_asks_for_gpus_does_not_run_without_them(resource: str, device: list[str], tmp_path: Path) -> None:
+    found = planned(tmp_path, RUN.replace('host = { memory = "2Gi" }', f'host = {{ "{resource}" = "8" }}'))
+    (host,) = (each for each in found if each["kind"] == "StatefulSet" and each["metadata"]["name"] == "dora-host")
+    (container,) = host["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"][resource] == "8"
+    assert [each for each in container["args"] if "device" in each] == device
+
+
+@needs_kubectl
 def test_groups_certificates_and_patches(tmp_path: Path) -> None:
     (tmp_path / "nodes.yaml").write_text(
         "kind: StatefulSet\napiVersion: apps/v1\nmetadata: {name: host}\n"
