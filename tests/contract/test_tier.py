@@ -159,7 +159,7 @@ def test_a_server_that_stands_still_holds_nobody_up(tier_process: TierProcess, o
     with tier_process.stopped():
         began_s = time.monotonic()
         assert find(one, passage("a", TOKENS)).held is None
-        assert time.monotonic() - began_s < WAIT_S / 4, "not as long as a test waits for it"
+        assert time.monotonic() - began_s < 2 * TIMEOUT_S
         assert find(one, passage("b", TOKENS)).held is None and one.room(1) is None, "it is not asked again"
     assert one.up.wait(WAIT_S)
     assert find(one, passage("c", TOKENS)).held is not None
@@ -186,7 +186,7 @@ def test_a_server_that_is_killed_is_a_tier_in_which_nothing_is_found(tier_proces
     tier_process.kill()
     began_s = time.monotonic()
     assert find(one, passage("b", TOKENS)).held is None
-    assert time.monotonic() - began_s < WAIT_S / 4, "not as long as a test waits for it"
+    assert time.monotonic() - began_s < 2 * TIMEOUT_S
     assert not one.up.is_set() and one.load.losses == 1
     assert one.room(1) is None and find(one, passage("c", TOKENS)).held is None
     tier_process.start()
