@@ -85,8 +85,8 @@ class Cluster:
         names = [SERVICE, *(f"h{number}" for number in range(self._wanted if hosts is None else hosts))]
         for name in names[:2]:
             if self._ray.lacks_room(self._bundle(name)):
-                setting, allowed = "ray.service" if name == SERVICE else "ray", "resources that a node of Ray's has"
-                raise InvalidValue(setting, self._bundle(name), f"{allowed}: `ray status` shows them")
+                allowed = "resources that a node of Ray's has: `ray status` shows them"
+                raise InvalidValue(_setting(name), self._bundle(name), allowed)
         with starting(self, self._file, self._folder):
             for name in names:
                 self._start(name)
@@ -154,12 +154,11 @@ class Cluster:
         token = self.token if name == SERVICE else TokenGeneration.following(self.token).of[Role.HOST]
         from dora.cluster.ray_part import start
 
+        bundle = self._bundle(name)
         try:
-            self._actors.append(start(self._order(name, token), bundle := self._bundle(name), self._lifetime))
+            self._actors.append(start(self._order(name, token), bundle, self._lifetime))
         except ValueError as error:
-            raise InvalidValue(
-                "ray.service" if name == SERVICE else "ray", bundle, f"what Ray accepts ({error})"
-            ) from error
+            raise InvalidValue(_setting(name), bundle, f"what Ray accepts ({error})") from error
 
     def _bundle(self, name: str) -> dict[str, float]:
         needs = self._table.service if name == SERVICE else {"CPU": self._table.cpus, "GPU": self._table.gpus}
@@ -175,3 +174,8 @@ class Cluster:
         if 0 < gpus < ranks:
             allowed = f"at least {ranks}, or fewer ranks (workers.tensor_parallel, workers.pipeline_parallel)"
             raise InvalidValue("ray.gpus", gpus, allowed, why="is not enough for an engine, whose ranks share one host")
+
+
+def _setting(name: str) -> str:
+    """Returns the setting that says what a job needs."""
+    return "ray.service" if name == SERVICE else "ray"

@@ -1,4 +1,4 @@
-"""What schedulers have in common whose hosts are jobs of their own: how a run starts, and which hosts leave first."""
+"""Starts a run on a scheduler, and chooses the hosts that leave first."""
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator
