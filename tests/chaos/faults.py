@@ -83,7 +83,7 @@ def _kills() -> Iterator[Fault]:
     yield Fault("kill", "orchestrator", "restarting")
     yield Fault("kill", "orchestrator", "resume:COMMITTED")
     yield Fault("kill", "orchestrator", "submitting")
-    for victim in ("agent", "host worker"):
+    for victim in ("orchestrator", "agent", "host worker"):
         yield Fault("kill", victim, "decoding")
     yield from _session_kills()
 

@@ -12,9 +12,10 @@ import pytest
 
 from tests.chaos.faults import ACTIONS, RIVALS, named
 
-FEW = ("kill orchestrator at publishing", "cut from host at decoding")  # moments that come on any machine
+FEW = ("kill orchestrator at decoding", "cut from host at decoding")  # moments that come on any machine
 FAULTS = (
     "kill source at move:COPYING",
+    "kill orchestrator at decoding",
     "kill orchestrator at publishing",
     "cut from host at decoding",
     "cut from host at move:COPYING",
