@@ -8,8 +8,8 @@ TEST_V2 = PYTHONPATH=.:.cuda-build/triton TRITON_INTERPRET=1 DORA_TEST_RUNNER=v2
 V2_TESTS := tests/contract/test_engine.py tests/contract/test_v2_runner.py tests/contract/test_drafts.py \
 	tests/contract/test_engine_forks.py::test_a_block_that_others_have_stays_theirs
 # Other projects' clients, each in an environment of its own (locks/install.py): those of `make test`, and all.
-TEST_CLIENTS := openenv tinker trl verifiers
-CLIENTS := $(TEST_CLIENTS) skyrl verl
+TEST_CLIENTS := openenv tinker
+CLIENTS := $(TEST_CLIENTS) skyrl trl verifiers verl
 PYTEST = $(BIN)/pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=60
 
 # What `make demo` passes on, where given: make demo MODEL=tiny STEPS=60. AGENT=1 alone takes the model tiny.
@@ -51,7 +51,7 @@ test-megatron: setup ## the Megatron trainer's tests, on a CPU, in .venv-megatro
 
 # What tests need beside .venv, one after the other: apt and pip each lock what they keep.
 fetched: setup
-	@for name in triton prometheus slurm ray chromium clients-if-had; do $(MAKE) --no-print-directory $$name || exit 1; done
+	@for name in triton prometheus slurm ray clients-if-had; do $(MAKE) --no-print-directory $$name || exit 1; done
 
 # Where they cannot be had, the tests of rules and dashboards are skipped with the reason.
 prometheus: setup

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ def weights_of(service: Running, version: int) -> dict[str, torch.Tensor]:
     return load_file(service.service.store.folder(version) / "model.safetensors")
 
 
+@pytest.mark.full
 async def test_trl_trains_whole_models_and_adapters(
     start_service: StartService, tmp_path: Path, tiny_dense: Path
 ) -> None:

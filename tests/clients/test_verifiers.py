@@ -27,6 +27,7 @@ from tests.refusals import refused
 from tests.service import check_promises, configured, train
 from tests.snippets import ROOT
 
+pytestmark = pytest.mark.full  # its environment has half a gigabyte
 HERE: Final = ROOT / "tests" / "clients"
 TRAINED: Final = """
 [env]
@@ -81,7 +82,6 @@ async def test_a_taskset_of_several_turns_is_driven_unchanged(tiny_dense: Path) 
         check_guesses(each)
 
 
-@pytest.mark.full
 async def test_a_harness_that_knows_a_base_url_runs_its_loop(tiny_dense: Path) -> None:
     """verifiers' ``bash``, which its tasksets have by default."""
     for each in await a_step(config_of(tiny_dense, "one_answer")):
@@ -89,7 +89,6 @@ async def test_a_harness_that_knows_a_base_url_runs_its_loop(tiny_dense: Path) -
         assert each.reward == each.reward_components["characters"]
 
 
-@pytest.mark.full
 async def test_the_client_for_training_gets_the_tokens(tiny_dense: Path, tmp_path: Path) -> None:
     """It renders the chat itself, and asks for vLLM's route of tokens."""
     file = tmp_path / "env.toml"
@@ -98,13 +97,11 @@ async def test_the_client_for_training_gets_the_tokens(tiny_dense: Path, tmp_pat
         assert each.reward_valid and each.reward_components["replies"] == 2, each.verifier_log
 
 
-@pytest.mark.full
 async def test_a_limit_of_turns_is_the_agents(tiny_dense: Path) -> None:
     for each in await a_step(config_of(tiny_dense, "guess_number", environment__turns=1)):
         check_guesses(each, turns=1)
 
 
-@pytest.mark.full
 async def test_a_service_trains_while_the_process_of_verifiers_is_killed(tiny_dense: Path) -> None:
     """Its sessions that had begun are replaced, and others wait for the next one."""
     config = config_of(tiny_dense, "guess_number")
@@ -123,7 +120,6 @@ async def test_a_service_trains_while_the_process_of_verifiers_is_killed(tiny_de
         check_guesses(each)
 
 
-@pytest.mark.full
 async def test_an_episode_that_fails_is_replaced_with_its_reason(tiny_dense: Path) -> None:
     config = config_of(tiny_dense, "broken_reward", sessions__replacements=1)
     for each in await a_step(config):
@@ -145,7 +141,6 @@ def test_a_taskset_that_does_not_load_is_refused(spec: str, fields: dict[str, st
     assert allowed in str(found.value)
 
 
-@pytest.mark.full  # a minute, with vLLM
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 async def test_a_tiny_model_trains_on_a_taskset_at_window_three(tmp_path: Path, tiny_dense: Path) -> None:

@@ -100,6 +100,7 @@ async def test_groups_that_would_be_late_are_named(tiny_dense: Path, tmp_path: P
         await service.stop()
 
 
+@pytest.mark.full
 async def test_another_source_begins_at_its_first_prompt_and_the_admitted_ones_stay(
     tiny_dense: Path, tmp_path: Path
 ) -> None:

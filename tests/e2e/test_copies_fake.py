@@ -69,6 +69,7 @@ async def test_a_copy_leaves_the_original_and_its_processes_alone(
         await original.stop()
 
 
+@pytest.mark.full
 async def test_two_services_cannot_have_one_record(tiny_dense: Path, tmp_path: Path) -> None:
     """The second is started before the first step, with a state folder or without."""
     record = str(tmp_path / "record")

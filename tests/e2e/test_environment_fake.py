@@ -121,6 +121,7 @@ def given_tokens(trajectory: Any) -> int:
     return int((trajectory.logprobs == 0).sum())
 
 
+@pytest.mark.full
 async def test_prompts_whose_environments_exit_leave_and_crash_cost_the_others_nothing(
     tiny_dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -159,6 +159,7 @@ async def test_an_evaluation_that_is_left_ends_its_sessions(tiny_dense: Path) ->
         driving.cancel()
 
 
+@pytest.mark.full
 async def test_the_service_evaluates_with_its_environment_and_is_killed(tiny_dense: Path, tmp_path: Path) -> None:
     """The newest version's evaluation is run again; one that was complete is not."""
     file, record = tmp_path / "held-out.jsonl", tmp_path / "record"

@@ -128,6 +128,7 @@ async def test_the_command_writes_what_came_and_counts_it_by_column(tiny_dense: 
     assert shown.exit_code == 0 and "level 1" in shown.stdout and "evaluation of v0" in shown.stdout
 
 
+@pytest.mark.full
 async def test_training_goes_on_as_if_there_were_none_and_a_worker_dies(tiny_dense: Path) -> None:
     asked = [prompt(number) for number in range(1, 21)]
     endless = [prompt(n, group_size=10, sampling={"max_tokens": 200, "ignore_eos": True}) for n in range(1, 21)]

@@ -336,6 +336,7 @@ async def test_a_front_that_dies_leaves_its_opened_sessions_to_the_next(tiny_den
     assert [first.reward, second.reward] == [0.0, 1.0]
 
 
+@pytest.mark.full
 async def test_a_burst_below_the_fronts_limit_is_answered(tiny_dense: Path) -> None:
     """450 calls at once, each a session of its own: no connection's limit is an agent's matter."""
     calls = 450

@@ -141,6 +141,7 @@ def test_requests_move_over_bad_links_or_stay(hosts: Hosts, tiny_dense: Path, tm
     assert found["kv_use"] == 0
 
 
+@pytest.mark.full
 def test_one_way_of_a_link_is_cut(hosts: Hosts, tiny_dense: Path, tmp_path: Path) -> None:
     """First the service does not hear a host, then a host does not hear the service: either is lost, and comes back."""
     run = Run(hosts, tiny_dense, tmp_path, agents=True, workers__silence_timeout_s=3.0)

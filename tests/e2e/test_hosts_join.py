@@ -68,6 +68,7 @@ async def test_two_hosts_join_and_one_is_killed(tiny_dense: Path, tmp_path: Path
     assert {"h1-w0", "h1-w1", "h2-w0", "w0"} <= used
 
 
+@pytest.mark.full
 async def test_hosts_are_scaled_drained_and_leave(tiny_dense: Path, tmp_path: Path) -> None:
     config = configured(tiny_dense, window__size=2, **LONG)
     async with AsyncExitStack() as stack:

@@ -109,6 +109,7 @@ async def test_a_host_goes_on_over_a_stop_that_keeps_the_state(tiny_dense: Path,
         await service.stop()
 
 
+@pytest.mark.full
 async def test_a_host_that_was_lost_does_not_come_back_with_what_it_ran(tiny_dense: Path, tmp_path: Path) -> None:
     """Its requests resumed elsewhere, and the next life of the service knows it."""
     settings = settings_of(tiny_dense, tmp_path, window__size=2, workers__count=1, workers__silence_timeout_s=2.0)
@@ -147,6 +148,7 @@ async def test_a_host_that_was_lost_does_not_come_back_with_what_it_ran(tiny_den
         await service.stop()
 
 
+@pytest.mark.full
 async def test_a_host_ends_its_workers_where_no_service_comes_back(tiny_dense: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dense, tmp_path, workers__count=1, workers__orphan_timeout_s=0.5)
     service = Killed(tmp_path, settings)

@@ -108,9 +108,8 @@ def lose_one(run: Run, trainer: Any, steps: int, killed: int, slow: int) -> None
     assert len(trained) == len(set(trained)) == steps * GROUPS
 
 
-@pytest.mark.parametrize(
-    "apart", [pytest.param(False, marks=pytest.mark.full, id="together"), pytest.param(True, id="apart")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 def test_a_job_over_hosts_of_which_one_is_killed_and_one_is_slow(
     hosts: Hosts, tiny_dense: Path, tmp_path: Path, apart: bool
 ) -> None:

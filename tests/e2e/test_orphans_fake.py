@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 import dora
 from dora.client import Operator
 from tests.e2e.restarts import Killed, settings_of
@@ -57,6 +59,7 @@ async def test_requests_go_on_where_they_run(tiny_dense: Path, tmp_path: Path) -
         await service.stop()
 
 
+@pytest.mark.full
 async def test_what_is_parked_outlives_the_orchestrator(tiny_dense: Path, tmp_path: Path) -> None:
     settings = settings_of(tiny_dense, tmp_path, window__size=2)
     settings |= {"kv.pool_mb": 64, "workers.reattach_timeout_s": 30.0, "rollout.max_tokens": 4000}

@@ -56,6 +56,7 @@ async def test_parked_requests_go_on_and_nothing_is_left(tiny_dense: Path, polic
     assert counters["tokens_reprefilled"] == counters["parked_lost"] == 0
 
 
+@pytest.mark.full
 async def test_a_killed_pool_costs_no_sample(tiny_dense: Path) -> None:
     async with (
         running(configured(tiny_dense, window__size=2, **LONG)) as handle,
@@ -79,6 +80,7 @@ async def test_a_killed_pool_costs_no_sample(tiny_dense: Path) -> None:
     assert status.counters["groups_lost"] == status.counters["workers_lost"] == 0
 
 
+@pytest.mark.full
 async def test_parked_requests_outlive_their_worker(tiny_dense: Path) -> None:
     async with (
         running(configured(tiny_dense, window__size=2, **LONG), processes=True) as handle,

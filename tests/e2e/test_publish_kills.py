@@ -9,6 +9,7 @@ from tests.e2e.publish_kills import MOMENTS, killed
 SHORT = ("trainer.upload", "service.upload", "trainer.copy", "h1.chunk", "h1-w0.load", "service.chain")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 async def test_whoever_is_killed_in_a_publish_nothing_is_mixed_or_lost(tiny_dense: Path, tmp_path: Path) -> None:
     """The trainer, a relay with its agent, a worker in its load, and the head, with the service."""

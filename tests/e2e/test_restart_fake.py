@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import dora
 from dora.client import Operator
 from dora.data.run_record import STEPS_FILE, TRAJECTORIES_FILE
@@ -75,6 +77,7 @@ async def test_a_killed_orchestrator_costs_no_sample(tiny_dense: Path, tmp_path:
     assert committed == list(range(7)), "each step once"
 
 
+@pytest.mark.full
 async def test_a_stop_keeps_its_state_and_so_does_a_change_that_does_not_matter(
     tiny_dense: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ async def test_a_stop_keeps_its_state_and_so_does_a_change_that_does_not_matter(
         await service.start()
 
 
+@pytest.mark.full
 async def test_what_was_submitted_comes_once_whatever_dies(tiny_dense: Path, tmp_path: Path) -> None:
     """Prompts that are queued, taken back, or being generated as the service dies; then it is said that none follow."""
     settings = settings_of(tiny_dense, tmp_path, prompts="none", **{"reward.function": "dora.rewards.tiny:score"})

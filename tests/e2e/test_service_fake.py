@@ -266,6 +266,7 @@ async def test_a_bad_commit_is_refused_and_a_good_one_follows(tiny_dense: Path) 
         assert status.counters["groups_trained"] == GROUPS
 
 
+@pytest.mark.full
 async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
     """It answers nothing and closes nothing: its requests go on elsewhere, and a new process takes its place."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)
@@ -289,6 +290,7 @@ async def test_a_stopped_worker_is_replaced(tiny_dense: Path) -> None:
     assert status.counters["groups_lost"] == 0
 
 
+@pytest.mark.full
 async def test_a_service_that_was_stopped_itself_blames_nobody(tiny_dense: Path) -> None:
     """It heard nothing for longer than its limit for silent workers, as it was not there to hear."""
     config = configured(tiny_dense, window__size=2, workers__silence_timeout_s=2.0, **LONG)

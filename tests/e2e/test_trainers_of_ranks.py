@@ -38,9 +38,10 @@ async def ran(launcher: list[str], name: str, service: Running) -> str:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "name"),
-    [(TORCHRUN, "fsdp2_loop.py"), pytest.param(ACCELERATE, "accelerate_loop.py", marks=pytest.mark.full)],
+    [(TORCHRUN, "fsdp2_loop.py"), (ACCELERATE, "accelerate_loop.py")],
     ids=["fsdp2", "accelerate"],
 )
 async def test_two_ranks_publish_what_one_process_does(
