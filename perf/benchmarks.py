@@ -80,7 +80,7 @@ BENCHMARKS: Final = (
     Benchmark(
         "cluster",
         "perf/cluster.py --only notice spot --json",
-        "--hours 0.1",
+        "--hours 0.25",
         ("dora/core", "dora/lab/sim", "dora/lab/sim_engine"),
         (
             Figure("KV that leaves a machine within 30 s, at 10 GB/s", "notice.moved_share", ">= 0.95", ".1%"),

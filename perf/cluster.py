@@ -166,6 +166,8 @@ def _steps(limit_s: float, is_spot: bool) -> dict[str, float]:
     world.run_until(lambda: world.now_s >= limit_s)
     check_state(world.machine.state)
     counters = world.machine.counters
+    if len(commits) <= WARMUP_STEPS:
+        sys.exit(f"--hours had {len(commits)} steps: it takes more than {WARMUP_STEPS}, about 0.15 hours")
     step_s = (commits[-1] - commits[WARMUP_STEPS - 1]) / (len(commits) - WARMUP_STEPS)
     found = {"step_s": step_s, "groups": counters.groups_trained, "orphaned": counters.requests_orphaned}
     return found | {"taken": counters.hosts_noticed}
