@@ -23,6 +23,11 @@ def tenth_of(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.full if place % 10 else ()) for place, case in enumerate(cases)]
 
 
+def some_of(cases: Iterable[Any], *short: Any) -> list[Any]:
+    """Parameters of a test: of the cases, ``make test`` has these few."""
+    return [pytest.param(case, marks=() if case in short else pytest.mark.full) for case in cases]
+
+
 def examples(whole: int) -> int:
     """How many of a property's examples are tried: as many of ``whole`` as the profile has of 100."""
     return max(1, whole * settings().max_examples // 100)

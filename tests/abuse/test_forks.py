@@ -12,7 +12,7 @@ from tests.service import configured, running
 from tests.sweeps import counts_of
 
 
-@pytest.mark.parametrize("how", ["_exit", "pool"])
+@pytest.mark.parametrize("how", [pytest.param("_exit", marks=pytest.mark.full), "pool"])
 @pytest.mark.parametrize("forks", counts_of(6, 48))
 async def test_a_fork_of_a_process_with_a_client_does_not_crash(how: str, forks: int, tiny_dense: Path) -> None:
     config = configured(tiny_dense, workers__engine="fake", workers__count=1)

@@ -80,6 +80,7 @@ async def test_a_record_on_a_full_disk_holds_the_step_up_and_nothing_is_lost(tin
         assert set(read_steps(kept / STEPS_FILE)[0][number].groups) == {group.group_id for group in groups}
 
 
+@pytest.mark.full
 @own_disk
 async def test_a_service_is_stopped_while_its_record_is_full(tiny_dense: Path, tmp_path: Path) -> None:
     """It ends in good order, within its time to drain, and says what the record lacks; the trainer is told."""
@@ -129,6 +130,7 @@ async def test_shared_memory_that_is_full_breaks_no_stream_and_a_version_may_be_
     assert service.process.returncode == 0
 
 
+@pytest.mark.full
 @own_disk
 def test_a_pool_on_a_full_disk_drops_what_it_cannot_write_and_keeps_the_rest(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -139,6 +141,7 @@ def test_a_pool_on_a_full_disk_drops_what_it_cannot_write_and_keeps_the_rest(tmp
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.full  # four services, one after the other; test_publish has a shorter form
 async def test_a_run_folder_is_used_again_however_its_service_ended(tiny_dense: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for end in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, None):
@@ -168,6 +171,7 @@ def test_a_service_that_stands_still_is_told_from_one_that_is_not_there(monkeypa
     assert result.exit_code == 3 and "no service answers at" in result.stderr
 
 
+@pytest.mark.full
 async def test_one_trainers_size_bars_no_other(tiny_dense: Path, tmp_path: Path) -> None:
     """A size beyond all bounds is refused; a large one that was never trained with is replaced."""
     async with served(tiny_dense, tmp_path / "none", 0) as service:

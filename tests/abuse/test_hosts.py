@@ -53,21 +53,39 @@ def hello(name: str = "liar", **fields: object) -> pb.HostMessage:
         ([hello("local")], InvalidValue, "name", "local"),
         ([hello("../x")], InvalidValue, "name", "../x"),
         ([hello(dora_version="0.0.9")], Conflict, "dora_version", "0.0.9"),
-        ([hello(model_digest="f" * 32)], Conflict, "model", "f" * 32),
-        ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes", 100),
         ([hello(), hello()], InvalidValue, "kind", "hello"),
-        ([hello(), pb.HostMessage()], InvalidValue, "kind", None),
-        ([hello(), pb.HostMessage(ready=pb.HostReady(held=["../1"]))], InvalidValue, "version's name", "../1"),
-        ([hello(), pb.HostMessage(ready=pb.HostReady(relay_address="x" * 300))], InvalidValue, "held", "0 versions"),
         ([hello(), pb.HostMessage(arrived=pb.VersionArrived(name="v1"))], InvalidValue, "version's name", "v1"),
-        (
-            [hello(), pb.HostMessage(arrived=pb.VersionArrived(name=NAME, bytes_per_s=float("nan"), start_s=1.0))],
-            InvalidValue,
-            "link: bytes_per_s",
-            float("nan"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ([hello(model_digest="f" * 32)], Conflict, "model", "f" * 32),
+                ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes", 100),
+                ([hello(), pb.HostMessage()], InvalidValue, "kind", None),
+                ([hello(), pb.HostMessage(ready=pb.HostReady(held=["../1"]))], InvalidValue, "version's name", "../1"),
+                (
+                    [hello(), pb.HostMessage(ready=pb.HostReady(relay_address="x" * 300))],
+                    InvalidValue,
+                    "held",
+                    "0 versions",
+                ),
+                (
+                    [
+                        hello(),
+                        pb.HostMessage(arrived=pb.VersionArrived(name=NAME, bytes_per_s=float("nan"), start_s=1.0)),
+                    ],
+                    InvalidValue,
+                    "link: bytes_per_s",
+                    float("nan"),
+                ),
+                ([hello(), pb.HostMessage(failed=pb.VersionFailed(name="?"))], InvalidValue, "version's name", "?"),
+                (
+                    [hello(), pb.HostMessage(report=pb.HostReport(failed="x" * 5000))],
+                    InvalidValue,
+                    "troubles",
+                    "a longer text",
+                ),
+            )
         ),
-        ([hello(), pb.HostMessage(failed=pb.VersionFailed(name="?"))], InvalidValue, "version's name", "?"),
-        ([hello(), pb.HostMessage(report=pb.HostReport(failed="x" * 5000))], InvalidValue, "troubles", "a longer text"),
     ],
 )
 async def test_an_agent_that_says_what_is_wrong_is_told_so_and_lost(

@@ -47,7 +47,7 @@ def test_no_peer_that_gets_something_wrong_is_believed(model: Path, tmp_path: Pa
     is_fine(peers.stormed(tmp_path, model, count, SEED), len(lies.LIES))
 
 
-@pytest.mark.parametrize("hosts", [("", ""), ("a", "b")])
+@pytest.mark.parametrize("hosts", [pytest.param(("", ""), marks=pytest.mark.full), ("a", "b")])
 def test_nobody_in_the_middle_changes_a_snapshot(model: Path, tmp_path: Path, hosts: tuple[str, str]) -> None:
     is_fine(stream.stormed(tmp_path, model, 150, SEED, hosts), 40)
 
@@ -59,6 +59,7 @@ def test_no_hand_on_shared_memory_changes_a_snapshot(model: Path, tmp_path: Path
 # That each room can fail.
 
 
+@pytest.mark.full
 def test_without_tags_of_frames_the_room_of_streams_finds_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,13 @@ import pytest
 from dora.models.tiny import make_tiny
 from tests.abuse.migrations import driven
 from tests.contract.planes import HERE
+from tests.sweeps import some_of
 
 SEED = 3
 MOVED = 150  # over each transport
 
 
-@pytest.mark.parametrize("transport", HERE)
+@pytest.mark.parametrize("transport", some_of(HERE, "shm"))
 def test_no_timing_of_a_handoff_costs_a_token_or_a_block(
     tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:

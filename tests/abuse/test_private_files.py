@@ -64,7 +64,10 @@ def exposed(root: Path, model: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["run folder named", "in shared memory"])
+@pytest.mark.parametrize(
+    "named",
+    [pytest.param(True, marks=pytest.mark.full, id="run folder named"), pytest.param(False, id="in shared memory")],
+)
 async def test_everything_that_a_run_makes_is_private_whatever_the_umask(
     tiny_dense: Path, tmp_path: Path, named: bool
 ) -> None:

@@ -95,7 +95,7 @@ def printed(handle: ServiceHandle, command: str) -> str:
     return " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("uploads", [False, True])
+@pytest.mark.parametrize("uploads", [False, pytest.param(True, marks=pytest.mark.full)])
 async def test_what_no_worker_reproduces_is_rejected_and_published_anew(
     uploads: bool, tiny_dense: Path, tensors: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ async def test_what_no_worker_reproduces_is_rejected_and_published_anew(
     assert replayed.exit_code == 0 and replayed.stdout.count("VersionRepublished") >= len(loop.told)
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("window", [pytest.param(1, marks=pytest.mark.full), 3])
 async def test_every_step_of_a_window_may_be_rejected(window: int, tiny_dense: Path, tensors: Weights) -> None:
     """And one more: in a window of 1 nobody has anything to do meanwhile, in a wider one older versions go on."""
     config = configured(tiny_dense, workers__engine="fake", workers__count=2, window__size=window)

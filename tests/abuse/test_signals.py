@@ -18,6 +18,7 @@ import dora
 from dora.client import Operator
 from dora.system.signals import CHILD_IGNORED, CHILD_STOP, DRAIN, IGNORED, INTERRUPTED
 from tests.service import until
+from tests.sweeps import some_of
 
 pytestmark = pytest.mark.xdist_group("signals")
 ENDS_S = 40.0
@@ -90,7 +91,7 @@ def runs(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("number", DRAIN, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", some_of(DRAIN, signal.SIGHUP), ids=lambda number: number.name)
 async def test_each_of_these_drains_a_service(number: signal.Signals, tmp_path: Path) -> None:
     async with served(tmp_path) as (process, ready):
         process.send_signal(number)
@@ -98,7 +99,7 @@ async def test_each_of_these_drains_a_service(number: signal.Signals, tmp_path: 
     assert "draining" in said(tmp_path) and is_gone(ready["run_folder"])
 
 
-@pytest.mark.parametrize("number", [*DRAIN, *IGNORED], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", some_of([*DRAIN, *IGNORED], signal.SIGUSR1), ids=lambda number: number.name)
 async def test_while_it_drains_an_interrupt_ends_it_and_no_other_signal_does(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -143,7 +144,7 @@ async def test_a_terminals_signals_reach_the_service_alone_and_its_workers_ignor
         assert await asyncio.wait_for(process.wait(), ENDS_S) == 0
 
 
-@pytest.mark.parametrize("number", DRAIN, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", some_of(DRAIN, signal.SIGTERM), ids=lambda number: number.name)
 async def test_each_of_these_drains_a_host(number: signal.Signals, tmp_path: Path) -> None:
     async with served(tmp_path) as (_, ready):
         argv = ("-m", "dora", "host", "--join", ready["address"], "--name", "b", "--workers", "1")
@@ -185,11 +186,7 @@ def test_the_documented_table_is_the_one_in_force() -> None:
     assert {name for name, (_, does) in named.items() if does == "ignored"} == {each.name for each in CHILD_IGNORED}
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(each, marks=() if each == signal.SIGHUP else pytest.mark.full) for each in DRAIN],
-    ids=lambda number: number.name,
-)
+@pytest.mark.parametrize("number", some_of(DRAIN, signal.SIGHUP), ids=lambda number: number.name)
 async def test_each_of_these_ends_a_demo_like_ctrl_c(number: signal.Signals, tmp_path: Path) -> None:
     argv = ("-m", "dora", "demo", "--model", "tiny", "--steps", "200", "--out", str(tmp_path / "out"))
     demo = await asyncio.create_subprocess_exec(

@@ -33,6 +33,7 @@ def test_a_token_that_cannot_be_left_is_no_error(tmp_path: Path, monkeypatch: py
     assert not token_file("127.0.0.1:7").exists() and not list((tmp_path / "dora").iterdir()), "nothing half written"
 
 
+@pytest.mark.full
 def test_a_tokenizer_is_read_though_the_cache_has_no_room(tmp_path: Path, tiny_dense: Path) -> None:
     """Without root: the cache is a small disk of the reading process's own."""
     if not has_namespaces():

@@ -77,11 +77,16 @@ def as_it_is(tokenizer: Tokenizer) -> None:
     ("kind", "around", "stored", "config"),
     [
         (BYTE_LEVEL, False, truncated, {"chat_template": [{"name": "default", "template": TEMPLATES["chatml"]}]}),
-        (BYTE_LEVEL, True, padded, {"add_bos_token": True}),
         (METASPACE, True, both, {"extra_special_tokens": ["<start_of_turn>", "[INST]"]}),
-        (METASPACE, False, truncated, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}),
-        (BYTE_LEVEL, False, both, {"tokenizer_class": "Qwen2TokenizerFast", "sep_token": "<sep>"}),
-        (BYTE_LEVEL, True, as_it_is, {"split_special_tokens": True, "model_max_length": 8}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (BYTE_LEVEL, True, padded, {"add_bos_token": True}),
+                (METASPACE, False, truncated, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}),
+                (BYTE_LEVEL, False, both, {"tokenizer_class": "Qwen2TokenizerFast", "sep_token": "<sep>"}),
+                (BYTE_LEVEL, True, as_it_is, {"split_special_tokens": True, "model_max_length": 8}),
+            )
+        ),
     ],
 )
 def test_the_ids_are_those_of_transformers_for_every_template(

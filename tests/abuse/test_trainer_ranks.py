@@ -103,7 +103,7 @@ async def texts_of(ranks: list[Rank]) -> tuple[list[int], list[str]]:
     return codes, texts
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 async def test_a_rank_that_dies_is_named_by_the_other(
     service: Running, model_folder: Path, tmp_path: Path, rank: int
 ) -> None:
@@ -128,7 +128,11 @@ async def test_a_rank_that_stands_still_is_given_up(service: Running, model_fold
     ("fault", "says"),
     [
         (has_no_number, "loss = nan is not valid: it must be finite; the optimiser took no step, and the step is not"),
-        (is_elsewhere, "the ranks disagree on step: rank 0 has 1, rank 1 has 2; nothing is committed"),
+        pytest.param(
+            is_elsewhere,
+            "the ranks disagree on step: rank 0 has 1, rank 1 has 2; nothing is committed",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 async def test_what_all_see_all_say(
@@ -139,7 +143,7 @@ async def test_what_all_see_all_say(
     await check_undone(service, model_folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 async def test_what_one_meets_the_other_says(service: Running, model_folder: Path, tmp_path: Path, rank: int) -> None:
     codes, texts = await texts_of(start(service, tmp_path / "ranks", rank, has_a_bug))
     assert codes == [1, 1], texts
@@ -156,8 +160,13 @@ async def test_what_one_meets_the_other_says(service: Running, model_folder: Pat
     ("changes", "says"),
     [
         ({"logprobs": [math.nan] * 3}, "trajectory s1-g0-0: logprobs = nan is not valid: it must be finite"),
-        ({"logprobs": []}, r"trajectory s1-g0-0: len(logprobs) = 0 is not valid: it must be one per response token"),
-        ({"response_token_ids": [5, 6, 64]}, "trajectory s1-g0-0: response_token_ids = 64 is not valid: it must be 0"),
+        *(
+            pytest.param(changes, f"trajectory s1-g0-0: {says}", marks=pytest.mark.full)
+            for changes, says in (
+                ({"logprobs": []}, "len(logprobs) = 0 is not valid: it must be one per response token"),
+                ({"response_token_ids": [5, 6, 64]}, "response_token_ids = 64 is not valid: it must be 0"),
+            )
+        ),
     ],
 )
 async def test_a_record_that_cannot_be_trained_on_ends_every_rank(
