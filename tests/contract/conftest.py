@@ -24,7 +24,7 @@ from tests.contract.driver import KV_TOKENS, MAX_MODEL_LEN_TOKENS, SLOTS, Driver
 from tests.contract.guesses import Wrong
 from tests.streams import LateStreams
 
-OF_MIXTURES = ("test_engine.py", "test_vllm.py")  # files whose tests `make test` runs on a mixture of experts too
+OF_MIXTURES = ("test_vllm.py",)  # files whose tests `make test` runs on a mixture of experts too
 # Files whose tests are not of models with a state: no KV of theirs is cut, shared or written before its request.
 OF_BLOCKS = ("test_engine_forks.py", "test_precopy.py", "test_shared_prefix.py", "test_written_ahead.py")
 OF_CPUS = ("fake", "vllm-dense", "vllm-drafts", "vllm-moe", "vllm-hybrid")
@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if group := group_of(item):
             item.add_marker(pytest.mark.xdist_group(group))
-            is_whole = group in ("vllm-moe", "vllm-hybrid") and item.path.name in OF_MIXTURES
+            is_whole = group == "vllm-moe" and item.path.name in OF_MIXTURES
             is_short = group == "vllm-drafts" and item.path.name == "test_drafts.py"
             if group != "vllm-dense" and not group.startswith("vllm-v2") and not (is_whole or is_short):
                 item.add_marker(pytest.mark.full)

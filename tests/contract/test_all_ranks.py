@@ -47,7 +47,7 @@ def work(address: str, model: str, fault: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.full)])
 async def test_all_ranks_publish_one_version(start_service: StartService, kind: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -28,6 +28,7 @@ from tests.contract.test_engine_turns import (
     sessions,
 )
 from tests.refusals import refused
+from tests.sweeps import some_of
 
 kind, turns = test_engine_turns.kind, test_engine_turns.turns  # fixtures
 
@@ -147,7 +148,9 @@ def test_a_fork_equals_the_fork_of_the_session_left_alone(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("given", [(BLOCK + 1, 3, 2), (5, BLOCK, BLOCK + 7), (2 * BLOCK, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "given", some_of(((BLOCK + 1, 3, 2), (5, BLOCK, BLOCK + 7), (2 * BLOCK, 1, 1)), (BLOCK + 1, 3, 2)), ids=str
+)
 def test_a_fork_equals_the_fork_that_is_prefilled_whole(
     turns: TurnDriver,
     version_folder: VersionFolder,

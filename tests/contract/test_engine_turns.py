@@ -36,6 +36,7 @@ from tests.contract.planes import a_plane
 from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.workers import peer_of
 from tests.refusals import refused
+from tests.sweeps import some_of
 
 SAMPLINGS: dict[str, SamplingParams] = {
     "greedy": GREEDY,
@@ -209,7 +210,7 @@ def turns(engine: RolloutEngine) -> Iterator[TurnDriver]:
 
 
 @pytest.mark.parametrize("between", [kept, moved, moved_late, in_rounds, frozen])
-@pytest.mark.parametrize("given", [GIVEN[:3], GIVEN[3:], (1,) * 9], ids=str)
+@pytest.mark.parametrize("given", some_of((GIVEN[:3], GIVEN[3:], (1,) * 9), GIVEN[:3]), ids=str)
 def test_a_session_equals_the_session_left_alone(
     turns: TurnDriver, kind: str, between: Between, given: tuple[int, ...]
 ) -> None:

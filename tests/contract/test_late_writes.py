@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[TinyKind, Cpu, dict[str, int]]] = {
     "ranks": ("dense", Cpu(), {"tensor_parallel": 2}),
     "ranks of devices": ("dense", AsDevices(), {"pipeline_parallel": 2}),
 }
-SHORT = ("dense", "mla")  # those of `make test`
+SHORT = ("dense",)  # those of `make test`
 
 
 @pytest.fixture(

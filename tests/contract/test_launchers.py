@@ -20,6 +20,7 @@ from dora.rpc import dora_pb2 as pb
 from tests.e2e.agents import agent
 from tests.refusals import refused
 from tests.service import configured, running, until
+from tests.sweeps import some_of
 
 NAMES = {"local": "", "remote": "far-"}  # with what the ids of workers begin
 
@@ -78,7 +79,7 @@ def is_newer(workers: dict[str, pb.WorkerStatus], before: dict[str, pb.WorkerSta
     return len(workers) == len(before) and workers[name].epoch > before[name].epoch
 
 
-@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize("kind", some_of(NAMES, "local"))
 async def test_a_launcher_starts_scales_stops_and_starts_again(
     kind: str, tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +117,7 @@ async def test_a_launcher_starts_scales_stops_and_starts_again(
         await on.seen(lambda workers: set(workers) == {on.name(0), on.name(1)})
 
 
-@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize("kind", some_of(NAMES, "local"))
 async def test_a_launcher_fails_once_no_worker_is_left_that_may_be_started_again(
     kind: str, tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from tests.contract.driver import (
     run,
 )
 from tests.refusals import refused
+from tests.sweeps import some_of
 
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
@@ -49,7 +50,7 @@ KINDS = {
 STATES = ("vllm-hybrid", "vllm-mamba", "vllm-conv")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=some_of(KINDS, "vllm-hybrid"))  # with a state, and layers of every token
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -76,7 +77,10 @@ def requests_of(prompt_tokens: int, max_tokens: int) -> list[RequestSpec]:
     ]
 
 
-@pytest.mark.parametrize(("prompt_tokens", "at_step"), [(20, 5), (20, 60), (LONG, 1), (LONG, 40)])
+@pytest.mark.parametrize(
+    ("prompt_tokens", "at_step"),
+    [(20, 5), (LONG, 40), *(pytest.param(*case, marks=pytest.mark.full) for case in ((20, 60), (LONG, 1)))],
+)
 def test_a_moved_request_equals_an_unmoved_one_bitwise(
     engine: VllmEngine, driver: Driver, prompt_tokens: int, at_step: int
 ) -> None:

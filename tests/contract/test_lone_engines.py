@@ -18,7 +18,13 @@ JOIN = "dora.worker.vllm.connector.SnapshotConnector.join"  # imported by the te
 pytestmark = pytest.mark.xdist_group("vllm-alone")  # the group before has closed its engines
 
 
-@pytest.mark.parametrize("features", [("avx2", "avx512", "amx_tile"), ("avx2",)], ids=["amx", "no avx512"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(("avx2", "avx512", "amx_tile"), id="amx"),
+        pytest.param(("avx2",), marks=pytest.mark.full, id="no avx512"),
+    ],
+)
 def test_latent_attention_starts_whatever_instructions_the_cpu_has(
     features: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

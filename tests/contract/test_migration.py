@@ -27,6 +27,7 @@ from tests.contract.driver import (
 )
 from tests.contract.planes import HERE, a_plane
 from tests.refusals import refused
+from tests.sweeps import some_of
 
 # Moving.
 
@@ -98,11 +99,9 @@ def test_a_snapshot_is_refused_by_name_of_what_differs(
 # Between processes.
 
 
-# A process with vLLM takes long to start: one transport each.
-@pytest.mark.parametrize(
-    "kind", ["fake", "vllm-dense", pytest.param("vllm-moe", marks=pytest.mark.full)], indirect=True
-)
-@pytest.mark.parametrize("transport", HERE)
+# A process with vLLM takes long to start: one transport each. In ``make test`` such processes are those of tests/e2e.
+@pytest.mark.parametrize("kind", some_of(("fake", "vllm-dense", "vllm-moe"), "fake"), indirect=True)
+@pytest.mark.parametrize("transport", some_of(HERE, "shm"))
 def test_requests_go_on_in_another_process_and_weights_are_the_same_there(
     engine: RolloutEngine, driver: Driver, kind: str, version_folder: VersionFolder, tmp_path: Path, transport: str
 ) -> None:

@@ -92,7 +92,9 @@ def used_blocks(engine: RolloutEngine) -> int:
     return engine.load().kv_used_tokens // engine.layout.block_tokens
 
 
-@pytest.mark.parametrize(("kv_tokens", "ahead"), [(LONG, [4, 4, 4]), (30, [3, 0, 0])])
+@pytest.mark.parametrize(
+    ("kv_tokens", "ahead"), [pytest.param(LONG, [4, 4, 4], marks=pytest.mark.full), (30, [3, 0, 0])]
+)
 def test_a_request_goes_on_in_the_blocks_that_were_written_ahead(
     engine: RolloutEngine, driver: Driver, kv_tokens: int, ahead: list[int]
 ) -> None:
@@ -139,7 +141,7 @@ def test_blocks_that_came_ahead_are_not_computed_again_after_a_preemption(
     assert again < 32 or again == LONG + len(response.token_ids) - 1  # an engine without a prefix cache
 
 
-@pytest.mark.parametrize("written", [0, 1])
+@pytest.mark.parametrize("written", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_reservation_that_is_released_gives_its_blocks_back(
     engine: RolloutEngine, driver: Driver, written: int
 ) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from dora.models.tiny import make_tiny
 from tests.contract.relay_process import Service
+from tests.sweeps import some_of
 
 RELAYS = [f"h{number}" for number in range(1, 9)]
+VICTIMS = ("h1", "h4", "h8")
 PHASES = [
     ("order", 0.0),
     ("manifest", 0.0),
@@ -21,6 +23,7 @@ PHASES = [
     ("seal", 0.0),
     ("sealed", 0.0),
 ]
+SHORT = (("h1", ("manifest", 0.0)), ("h4", ("chunk", 0.5)), ("h8", ("sealed", 0.0)))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +53,19 @@ def all_equal(service: Service, *versions: int) -> None:
     assert all(found == expected for found in sums.values())
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: f"{phase[0]}-{phase[1]}")
-@pytest.mark.parametrize("victim", ["h1", "h4", "h8"])
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [
+        pytest.param(
+            victim,
+            phase,
+            marks=() if (victim, phase) in SHORT else pytest.mark.full,
+            id=f"{victim}-{phase[0]}-{phase[1]}",
+        )
+        for victim in VICTIMS
+        for phase in PHASES
+    ],
+)
 def test_a_relay_is_killed(service: Service, victim: str, phase: tuple[str, float]) -> None:
     started(service, {victim: phase})
     service.publish("h0", 1)
@@ -71,7 +85,7 @@ def test_several_are_killed_in_different_phases(service: Service) -> None:
     all_equal(service, 1)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("share", some_of((0.0, 0.5, 0.99), 0.5))
 def test_the_head_is_killed_before_another_has_the_version(service: Service, share: float) -> None:
     """It is gone then, and is published anew by another host; nothing of the first is left anywhere."""
     started(service, {"h0": ("served", share)})

@@ -35,6 +35,7 @@ from tests.contract.pools import a_pool, park, sent_on
 from tests.contract.test_engine_turns import TurnDriver, dropped, in_rounds, kept, moved, moved_late, sessions
 from tests.contract.test_pool_engine import MOST_BYTES, POOL_EPOCH
 from tests.contract.test_worker_handoff import peer_of
+from tests.sweeps import some_of
 
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
@@ -175,7 +176,7 @@ def test_requests_that_are_parked_keep_their_rows(engine: RolloutEngine, driver:
         assert driver.finish() == untouched
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("tokens", some_of((0, 1, 7), 7))
 def test_requests_that_are_re_prefilled_tell_new_rows_only(engine: RolloutEngine, driver: Driver, tokens: int) -> None:
     """As after a worker's death: what was told before stays, and what follows continues it."""
     requests = mixed_requests(SLOTS)
@@ -253,7 +254,7 @@ def test_each_turn_brings_the_rows_of_what_it_fed(
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["started", "cut"])
-@pytest.mark.parametrize("first_token", [0, 4, 6, 10, 13, 17, 18])
+@pytest.mark.parametrize("first_token", some_of((0, 4, 6, 10, 13, 17, 18), 0, 13, 18))
 def test_a_fork_brings_the_rows_from_the_token_before_its_given_ones(
     engine: RolloutEngine, shape: RoutingShape, expected: Reference, first_token: int, cut: bool
 ) -> None:

@@ -14,7 +14,7 @@ from dora.kvtransfer.copying import Copying
 from dora.kvtransfer.layout import blocks_for
 from dora.worker.engine import RolloutEngine
 from dora.worker.prefixes import SentPrefixes
-from tests.contract.driver import FILLING, SAMPLINGS, Driver, make_request, run
+from tests.contract.driver import FILLING, SAMPLINGS, Driver, Response, VersionFolder, make_request, run
 from tests.contract.planes import WAIT_S, End, a_plane
 from tests.contract.test_copying import arrived
 from tests.contract.workers import copying_of
@@ -95,12 +95,19 @@ class Ends:
         return blocks_for(PROMPT_TOKENS + len(response.token_ids) - 1, self.engine.layout.block_tokens)
 
 
+@pytest.fixture(scope="module")
+def untouched(kind: str, started_engine: RolloutEngine, version_folder: VersionFolder) -> dict[str, Response]:
+    started_engine.load_weights(1, version_folder(1), None)
+    return {} if kind == "fake" else run(started_engine, samples())
+
+
 @pytest.fixture
-def ends(kind: str, engine: RolloutEngine, driver: Driver, tmp_path: Path) -> Iterator[Ends]:
+def ends(
+    kind: str, untouched: dict[str, Response], engine: RolloutEngine, driver: Driver, tmp_path: Path
+) -> Iterator[Ends]:
     """Afterwards every request has gone on as if it had not moved, and no block is held."""
     if kind == "fake":
         pytest.skip("each request of this engine has its KV for itself")
-    untouched = run(engine, samples())
     before = engine.load().reprefilled_tokens
     with a_plane(tmp_path, 1) as source, a_plane(tmp_path, 2) as target:
         ends = Ends(driver, source, target)
@@ -134,7 +141,7 @@ def test_samples_that_move_at_once_wait_for_the_first_ones_round(ends: Ends) -> 
         ends.driver.step()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", [pytest.param(False, marks=pytest.mark.full), True])
 def test_blocks_of_a_prompt_that_travels_in_parts_move_once(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
@@ -205,7 +212,9 @@ def test_a_claim_outlives_the_handoff_that_brought_the_blocks(ends: Ends) -> Non
     ends.driver.step()
 
 
-@pytest.mark.parametrize("order", [("r0", "r1"), ("r1", "r0")], ids=lambda order: order[0])
+@pytest.mark.parametrize(
+    "order", [("r0", "r1"), pytest.param(("r1", "r0"), marks=pytest.mark.full)], ids=lambda order: order[0]
+)
 def test_claimed_blocks_are_not_written_again(ends: Ends, order: tuple[str, str]) -> None:
     """The copy of the first sample begins anew in the same reservation: the second one has its blocks already."""
     first, second = ends.begin("r0"), ends.begin("r1")

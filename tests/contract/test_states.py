@@ -223,7 +223,9 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * state.rounded) for name, state in STATES.items()]
+)
 def test_a_request_moves_as_its_state_says(
     engine: RolloutEngine, driver: Driver, version_folder: VersionFolder, kind: str, asked: Asked, name: str
 ) -> None:

@@ -104,7 +104,7 @@ def test_a_prompt_that_was_seen_is_found_and_the_response_is_the_same(
     assert farthest({"": again}, {"": first}) <= ROUNDING
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_request_whose_worker_died_computes_its_last_tokens_only(
     engine: VllmEngine, tier_process: TierProcess, weights: dict[int, Path], drafts: bool
 ) -> None:
@@ -307,7 +307,7 @@ def test_without_its_server_a_worker_goes_on(
     assert found(engine) - before == 3 * CHUNK_TOKENS, "the new server got what the old one had"
 
 
-@pytest.mark.parametrize("with_tier", [True, False])
+@pytest.mark.parametrize("with_tier", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_preempted_request_finds_what_it_had(
     engine: VllmEngine, tier_process: TierProcess, weights: dict[int, Path], with_tier: bool
 ) -> None:

@@ -28,7 +28,7 @@ from dora.kvtransfer.transports.transport import CHUNK_BYTES
 from dora.kvtransfer.wire import ConnectionClosed, Kind, Stream
 from tests.contract.planes import ON_DEVICE, SECRET, TRANSPORTS, WAIT_S, End, a_plane, name_of, until
 from tests.refusals import refused
-from tests.sweeps import examples
+from tests.sweeps import examples, some_of
 
 SIZES = (1, 7, 4096, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1)
 
@@ -415,6 +415,7 @@ def _send_and_wait(folder: str, peer: Peer, transport: str, told: Connection) ->
         told.recv()
 
 
+@pytest.mark.parametrize("transport", some_of(TRANSPORTS, "shm"), indirect=True)  # a process starts
 def test_what_a_killed_source_leaves_is_swept_and_what_it_sent_stays(tmp_path: Path, transport: str) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -63,7 +63,7 @@ _MODELS: dict[str, tuple[TinyKind, bool]] = {
     "mla": ("mla", False),
 }
 ALL = [Kind(f"{name}-{ranks}", kind, tied, ranks) for name, (kind, tied) in _MODELS.items() for ranks in (1, 2)]
-SHORT = ("moe-tied-1", "mla-1")
+SHORT = ("moe-tied-1",)
 KINDS = [pytest.param(kind, marks=() if kind.name in SHORT else pytest.mark.full, id=kind.name) for kind in ALL]
 
 

@@ -41,7 +41,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(folders: dict[int, Path]) -> Iterator[VllmEngine]:
     from tests.ring_rank import RingOnCpu
 
