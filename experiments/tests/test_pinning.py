@@ -78,6 +78,7 @@ def test_every_run_has_a_name_of_its_own_and_the_main_point_has_ten_seeds() -> N
     assert sum(each == replace(MAIN, regime=each.regime, seed=each.seed) for each in every) == 10 * len(REGIMES)
 
 
+@pytest.mark.full
 def test_the_fleet_wastes_tokens_only_if_it_discards() -> None:
     fleets = {rule: Fleet(Run(rule, 2, 0.1)) for rule in ("pinned", "discarded at an update")}
     for fleet in fleets.values():

@@ -96,6 +96,7 @@ def test_a_cell_without_replays_reads_as_it_did() -> None:
     assert replaying.specification == {**cell.specification, "replay": 0.25, "replay_by": "priority"}
 
 
+@pytest.mark.full
 def test_a_cell_replays_beside_as_many_fresh_groups_and_repeats_itself() -> None:
     torch.set_num_threads(1)
     cell = Cell("tiny", "dapo", 3e-3, lag=1, seed=0, steps=3, replay=0.5, replay_by="priority")

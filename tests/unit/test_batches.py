@@ -24,6 +24,7 @@ from dora.trainers.packing import Pack, packed_logprobs, packs, prepare
 from dora.trainers.padding import padded_logprobs
 from tests.contract.trainer_service import make_trajectory
 from tests.refusals import refused
+from tests.sweeps import some_of
 
 
 def group(index: int, prompt: Sequence[int], lengths: Sequence[int], seed: int = 0) -> TrajectoryGroup:
@@ -202,7 +203,7 @@ def test_rows_of_a_model_with_a_state_are_padded_and_each_reads_its_prompt(kind:
     assert torch.allclose(found, torch.cat([alone(module, each) for each in members]), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
+@pytest.mark.parametrize("name", some_of(("dapo", "gspo", "rloo"), "gspo"))
 def test_a_step_is_one_batch_however_its_groups_come_and_are_cut(name: str, dense: Path) -> None:
     """Means over tokens, responses and sums of responses; equality but for rounding, which logprobs have in float32."""
     chosen = objective(name, kl_coefficient=0.1)

@@ -14,11 +14,13 @@ from dora.agents.environment.protocol import Task
 from dora.config import EnvironmentConfig
 from dora.errors import InvalidValue
 from tests.refusals import refused
+from tests.sweeps import some_of
 from tests.unit import environment_classes
 from tests.unit.test_driven_environments import FakeSession, episodes
 
 HERE = environment_classes.__name__
 FAULTS = [(method, how) for method in ("reset", "step", "task") for how in ("leaves", "crashes", "is killed")]
+SHORT = [("reset", "leaves"), ("step", "crashes"), ("task", "is killed")]
 
 
 @asynccontextmanager
@@ -67,7 +69,9 @@ async def test_the_start_of_a_process_is_not_its_sessions_time() -> None:
     assert session.ended is not None and not session.failed
 
 
-@pytest.mark.parametrize(("method", "how"), FAULTS)
+@pytest.mark.parametrize(
+    ("method", "how"), [pytest.param(*each, marks=() if each in SHORT else pytest.mark.full) for each in FAULTS]
+)
 async def test_a_session_that_ends_its_process_is_charged_alone(method: str, how: str) -> None:
     """Its neighbour, which waits for the policy, goes on in the next process, or is replaced without a charge."""
     bad = faulty(1, f"{method} {how}")
@@ -84,7 +88,7 @@ async def test_a_session_that_ends_its_process_is_charged_alone(method: str, how
     assert neighbour.ended is not None or neighbour.fault == "another"
 
 
-@pytest.mark.parametrize("method", ["reset", "step", "task"])
+@pytest.mark.parametrize("method", some_of(("reset", "step", "task"), "step"))
 async def test_an_exit_is_an_error_of_its_session_and_ends_no_process(method: str) -> None:
     bad, neighbour = faulty(1, f"{method} exits"), faulty(2, "behaves")
     async with processes() as found:

@@ -10,7 +10,7 @@ from dora.core.forecast.cost import CostModel
 from dora.data.engine_samples import DecodeSample, Experts
 from dora.lab.planning.experts import fullest_rank
 from dora.lab.planning.profile import Fit, fit
-from tests.sweeps import tenth_of
+from tests.sweeps import some_of, tenth_of
 
 EXPERTS = Experts(total=128, per_token=8)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -62,10 +62,10 @@ def test_one_rank_and_a_dense_model_are_even() -> None:
     "cost",
     [
         MIXTURE,
-        replace(MIXTURE, imbalance=0.0),
-        replace(MIXTURE, expert_fraction=1.0),
-        replace(MIXTURE, request_s=0.0, imbalance=0.0),  # bound by weights at any batch
-        replace(MIXTURE, weights_s=0.0, expert_fraction=1.0),  # by computing
+        replace(MIXTURE, weights_s=0.0, expert_fraction=1.0),  # bound by computing
+        pytest.param(replace(MIXTURE, imbalance=0.0), marks=pytest.mark.full),
+        pytest.param(replace(MIXTURE, expert_fraction=1.0), marks=pytest.mark.full),
+        pytest.param(replace(MIXTURE, request_s=0.0, imbalance=0.0), marks=pytest.mark.full),  # by weights at any batch
     ],
 )
 def test_the_cost_of_a_mixture_is_recovered(cost: CostModel) -> None:
@@ -84,12 +84,12 @@ def test_what_every_token_reads_is_found_in_the_rest() -> None:
     assert found.step_s == pytest.approx(0.02 + 0.1 * 0.03, rel=1e-3)
 
 
+@pytest.mark.parametrize("noise", some_of((0.0, 0.02, 0.05), 0.02))
 @pytest.mark.parametrize("seed", tenth_of(range(2)))
-def test_a_dense_cost_stays_neutral_under_noise(seed: int) -> None:
-    for noise in (0.0, 0.02, 0.05):
-        found = fit(steps(DENSE, noise=noise, seed=seed), experts=EXPERTS)
-        assert (found.coefficients.expert_fraction, found.coefficients.imbalance) == (1.0, 0.0)
-        assert found.decode_error == found.dense_error
+def test_a_dense_cost_stays_neutral_under_noise(seed: int, noise: float) -> None:
+    found = fit(steps(DENSE, noise=noise, seed=seed), experts=EXPERTS)
+    assert (found.coefficients.expert_fraction, found.coefficients.imbalance) == (1.0, 0.0)
+    assert found.decode_error == found.dense_error
 
 
 @pytest.mark.parametrize("seed", tenth_of(range(2)))

@@ -25,7 +25,7 @@ from dora.lab.sim.presets import NAMES, composed, scenario_for
 from dora.lab.sim.run import BrokenRun, check_cluster, expected_bound_s, simulate
 from dora.lab.sim.scenario import Scenario
 from tests.refusals import refused
-from tests.sweeps import examples
+from tests.sweeps import examples, some_of
 
 
 def small(*overrides: str, policy: str = "laxity") -> Scenario:
@@ -182,7 +182,7 @@ def test_lengths_that_drift_upwards_have_the_patience_of_the_longest() -> None:
     assert report.violations == 0
 
 
-@pytest.mark.parametrize("latency_s", ["0", "5e-324", "1e-12"])
+@pytest.mark.parametrize("latency_s", some_of(("0", "5e-324", "1e-12"), "1e-12"))
 def test_messages_that_take_less_time_than_the_clock_can_tell_arrive(latency_s: str) -> None:
     """Each of those sent at one moment; 1e-12 s is such a time from some hours on."""
     overrides = (f"cluster.link_latency_s={latency_s}", "cluster.load_s=2e4", "cluster.slots=1")

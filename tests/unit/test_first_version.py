@@ -34,7 +34,7 @@ def test_version_0_has_the_canary_that_a_commit_of_it_would_have(
     assert found == compute_canary(module) and said["warnings"] == []
 
 
-@pytest.mark.parametrize("error", [0.0, 0.5])
+@pytest.mark.parametrize("error", [pytest.param(0.0, marks=pytest.mark.full), 0.5])
 async def test_on_gpus_it_is_compared_with_what_the_first_worker_computed(tiny_dense: Path, error: float) -> None:
     """Beside the start, which does not wait for transformers."""
     module = AutoModelForCausalLM.from_pretrained(tiny_dense, dtype=torch.float32)

@@ -29,6 +29,7 @@ from dora.trainers.padding import padded_batches, response_logprobs
 from dora.trainers.report import step_json, step_line
 from tests.contract.trainer_service import TOKEN, ScriptedService, StartService, make_group, make_trajectory
 from tests.refusals import data_words, refused
+from tests.sweeps import some_of
 
 DAPO = objective("dapo")
 
@@ -221,7 +222,7 @@ class Bandit(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
+@pytest.mark.parametrize("kl_coefficient", some_of((0.0, 0.1), 0.1))
 def test_a_bandit_learns_the_arm_that_pays(name: str, kl_coefficient: float) -> None:
     bandit = Bandit()
     chosen = objective(name, kl_coefficient=kl_coefficient)

@@ -24,6 +24,7 @@ from dora.tls import http as tls_http
 from dora.tls.authority import make_cluster
 from dora.tls.http import HttpTls
 from tests.refusals import refused
+from tests.sweeps import some_of
 from tests.tls_files import another, cluster, shows, tls
 from tests.unit.front_service import front
 
@@ -53,7 +54,9 @@ async def status(own: Tls, url: str, key: str = "", verb: str = "POST", body: An
             return 0
 
 
-@pytest.mark.parametrize("role", [*Role, "service", "front", "nobody"])
+@pytest.mark.parametrize(
+    "role", some_of([*Role, "service", "front", "nobody"], Role.SESSION, Role.OPERATOR, "front", "nobody")
+)
 async def test_a_certificate_may_what_its_role_may_do_in_the_service(role: str, folder: Path, tmp_path: Path) -> None:
     known = role in list(Role) and role != "host"
     own = tls(folder, role) if known else another(folder, role, tmp_path / role)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,16 @@ NAMES = {"token", "tokens", "secret", "kv_secret", "owner_token"}
 KINDS = ("str", "bytes", "Mapping[Role, str]")
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The files of ``dora/``, read once."""
+    return {file: ast.parse(file.read_text()) for file in sorted(Path(dora.__file__).parent.rglob("*.py"))}
+
+
 def declared() -> Iterator[tuple[str, str]]:
     """Fields of classes that hold a token or another secret, with their declarations."""
-    for file in sorted(Path(dora.__file__).parent.rglob("*.py")):
-        for each in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for each in ast.walk(tree):
             if not isinstance(each, ast.ClassDef):
                 continue
             is_data = any("dataclass" in ast.unparse(decorator) for decorator in each.decorator_list) or each.bases
@@ -43,8 +50,8 @@ def declared() -> Iterator[tuple[str, str]]:
 def started() -> Iterator[tuple[str, set[str | None]]]:
     """The calls that start a process, with their keywords."""
     starts = {"asyncio.create_subprocess_exec", "subprocess.run", "subprocess.Popen", "subprocess.check_call"}
-    for file in sorted(Path(dora.__file__).parent.rglob("*.py")):
-        for each in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for each in ast.walk(tree):
             if isinstance(each, ast.Call) and ast.unparse(each.func) in starts:
                 yield f"{file.name}:{each.lineno}", {keyword.arg for keyword in each.keywords}
 
@@ -54,7 +61,7 @@ def test_each_process_gets_a_stated_environment() -> None:
     found = dict(started())
     missing = [place for place, keywords in found.items() if "env" not in keywords]
     assert len(found) >= 10 and not missing
-    inheriting = {file.name for file in Path(dora.__file__).parent.rglob("*.py") if "**os.environ" in file.read_text()}
+    inheriting = {file.name for file in trees() if "**os.environ" in file.read_text()}
     assert inheriting == {"trainer_process.py"}, "which replaces DORA_TOKEN by a trainer's"
 
 
@@ -106,9 +113,9 @@ def environ_of(process_id: int) -> bytes:
     "argv",
     [
         ("dora", "environment", "no_module:Class", "--service", "127.0.0.1:1"),
-        ("dora", "front", "--service", "127.0.0.1:1", "--http", "127.0.0.1:0"),
         ("dora", "host", "--join", "127.0.0.1:1"),
-        ("dora.trainers.grpo", "--address", "127.0.0.1:1"),
+        pytest.param(("dora", "front", "--service", "127.0.0.1:1", "--http", "127.0.0.1:0"), marks=pytest.mark.full),
+        pytest.param(("dora.trainers.grpo", "--address", "127.0.0.1:1"), marks=pytest.mark.full),
     ],
 )
 def test_no_other_process_of_its_user_reads_a_token_from_a_process_s_variables(argv: tuple[str, ...]) -> None:

@@ -26,6 +26,7 @@ from dora.weights.whole import CANARY_FILE, MANIFEST_FILE
 from dora.worker.loop import of_store
 from tests.contract.workers import Worker
 from tests.refusals import data_words, refused
+from tests.sweeps import some_of
 
 CHUNK_BYTES = 4096
 NAME = "model.norm.weight"
@@ -207,7 +208,7 @@ def altered(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some_of(DAMAGES, "a bit", "a file that is gone", "the manifest"))
 def test_a_version_that_is_damaged_is_found_out_and_goes_alone(
     origin: WeightStore, store: HostStore, damage: str
 ) -> None:

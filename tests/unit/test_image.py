@@ -235,6 +235,7 @@ def test_tensors_on_another_device_or_without_room_have_no_image(publisher: Publ
     assert read(publisher.publish(2)) is None
 
 
+@pytest.mark.full
 def test_the_doctors_proof_with_a_trainer_of_another_process(tmp_path: Path) -> None:
     found = images.prove(tmp_path, "cpu", "cpu", host_images.made, host_images.opened)
     assert found["image_bytes"] > 0

@@ -176,6 +176,7 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert default_cache() == Path.home() / ".cache" / "dora"
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_prepares_a_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dora.models"]
     done = subprocess.run([*command, "tiny", str(tmp_path)], capture_output=True, text=True, check=True)

@@ -19,6 +19,7 @@ from dora.trainers.options import GrpoConfig
 from examples.prime_rl_batches import samples_of
 from tests.contract.trainer_service import TOKEN, StartService, make_trajectory
 from tests.snippets import ROOT
+from tests.sweeps import some_of
 
 SEED = 7
 NAN = float("nan")
@@ -90,8 +91,8 @@ def reference(address: str, groups: int, _folder: Path) -> None:
     asyncio.run(train_reference(GrpoConfig(address, TOKEN, groups=groups, steps=STEPS, threads=1)))
 
 
-@pytest.mark.parametrize("groups", [2, 1])
-@pytest.mark.parametrize("trainer", [loop, accelerate, fsdp2, reference])
+@pytest.mark.parametrize("groups", some_of((2, 1), 2))
+@pytest.mark.parametrize("trainer", [loop, accelerate, pytest.param(fsdp2, marks=pytest.mark.full), reference])
 async def test_each_odd_step_is_committed_with_finite_weights(
     start_service: StartService, tmp_path: Path, tiny_dense: Path, trainer: Callable[..., Any], groups: int
 ) -> None:

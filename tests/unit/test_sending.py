@@ -86,8 +86,14 @@ def upload(channel: ProvenChannel) -> Any:
     return channel.stream_unary(UPLOAD, request_serializer=bytes, response_deserializer=bytes)
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize(
+    ("is_refused", "forgotten"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((False, True), (True, False))),
+    ],
+)
 @pytest.mark.parametrize("kind", ["stream", "upload"])
 async def test_each_message_is_sent_once_and_nothing_reads_on_after_the_call(
     kind: str, is_refused: bool, forgotten: bool

@@ -17,6 +17,7 @@ from dora.lab.planning.plan import ANCHOR, default_training, make_plan
 from dora.lab.planning.training import Trainers
 from dora.lab.planning.workload import lognormal_of_mean, step_workload
 from tests.refusals import refused
+from tests.sweeps import some_of
 from tests.unit.test_layout import H800, ROUND, memory_bytes
 from tests.unit.test_pace import BATCH, FREE
 from tests.unit.test_planning import DORA_STEP, question
@@ -93,7 +94,7 @@ def test_a_sequence_is_on_several_ranks_only_where_nothing_fits_without(cap_toke
 
 
 @pytest.mark.parametrize(("name", "hardware"), TRIED)
-@pytest.mark.parametrize("multiple", [1, 4, 6])
+@pytest.mark.parametrize("multiple", some_of((1, 4, 6), 6))
 def test_the_least_number_that_fits_is_the_first_of_all(name: str, hardware: str, multiple: int) -> None:
     found = trainers(name, hardware, multiple)
     first = next(gpus for gpus in range(multiple, 1000, multiple) if found.fits(gpus))

@@ -37,7 +37,8 @@ def test_two_processes_find_what_one_finds(count: int) -> None:
     assert found == list(outcomes(TRIALS[:count])) == [None] * count
 
 
-@pytest.mark.parametrize("jobs", counts_of(2, 3))
+@pytest.mark.full
+@pytest.mark.parametrize("jobs", [2, 3])
 def test_outcomes_come_in_the_order_of_the_trials(jobs: int) -> None:
     found = list(outcomes([OddStalls(trial.seed, "dora") for trial in TRIALS], jobs))
     assert found == [Failure("stalled", str(trial.seed), 1.5) if trial.seed % 2 else None for trial in TRIALS]
@@ -57,7 +58,8 @@ def test_processes_end_with_those_who_ask_no_more() -> None:
     assert not active_children()
 
 
-@pytest.mark.parametrize("count", counts_of(2, 14))
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 14])
 def test_a_sweep_reports_the_same_from_any_number_of_processes(count: int) -> None:
     policies = tuple(POLICIES)
     assert sweep(range(count), policies, "kill", jobs=2) == sweep(range(count), policies, "kill")

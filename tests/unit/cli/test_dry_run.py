@@ -23,6 +23,7 @@ from tests.owner_token import owner_token
 from tests.private_token import with_token
 from tests.refusals import refused
 from tests.service import configured
+from tests.sweeps import some_of
 from tests.unit.cli.service import dora
 
 REWARD = "def score(prompt_text, response_text, response_token_ids, verifier):\n    return 1.0\n"
@@ -305,7 +306,10 @@ def stopped(kept: tuple[Path, Path], cache: Path, monkeypatch: pytest.MonkeyPatc
     return folder
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    some_of(CHANGES, "identity damaged", "prompts changed", "record of another run", "setting that is fixed"),
+)
 async def test_a_state_and_what_belongs_to_it_are_compared_as_by_a_start(stopped: Path, change: str) -> None:
     happens, settings, field = CHANGES[change]
     happens(stopped)

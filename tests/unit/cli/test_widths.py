@@ -51,6 +51,7 @@ from dora.ops.view.simulation import report_table
 from dora.ops.view.tables import VERSION_STYLES, WIDEST, Column, Note, Sheet, abbreviated, short_words
 from dora.orchestrator.recovery.replay import Decision, Known, KnownWorker, Summary
 from dora.rpc import dora_pb2 as pb
+from tests.sweeps import some_of
 from tests.unit.cli.service import STATUS
 from tests.unit.test_plot import REPORT
 
@@ -270,10 +271,21 @@ def test_a_comparison_and_a_run_fit(preset: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("plan", "--gpus", "64"),
-        ("plan", "--gpus", "8192", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000"),
         ("plan", "--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1"),
         ("simulate", "presets"),
+        *(
+            pytest.param(arguments, marks=pytest.mark.full)
+            for arguments in (
+                ("plan", "--gpus", "64"),
+                (
+                    *("plan", "--gpus", "8192", "--model", "longcat-flash"),
+                    "--hardware",
+                    "npu-60gb",
+                    "--cap-tokens",
+                    "64000",
+                ),
+            )
+        ),
     ],
 )
 def test_what_commands_print_fits(arguments: tuple[str, ...]) -> None:
@@ -357,7 +369,9 @@ def test_a_summary_of_the_demo_fits() -> None:
 HELPS = [(), ("simulate",), *((name,) for name in COMMANDS), *(("simulate", name) for name in SIMULATE_COMMANDS)]
 
 
-@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command", some_of(HELPS, (), ("serve",), ("status",), ("simulate",), ("simulate", "sweep")), ids=" ".join
+)
 def test_every_help_fits_and_its_example_is_one_line(command: tuple[str, ...]) -> None:
     narrow, wide = (
         CliRunner(env={"COLUMNS": str(width)}).invoke(app, [*command, "--help"]).stdout for width in (WIDTH, 4000)

@@ -107,7 +107,9 @@ FRONT: Final = ("front", "--service", "{address}", *TOKEN)  # its service's mode
 
 
 FRONTS: Final[dict[tuple[str, str], OptionRow]] = {
-    ("front", "service"): Ran(["front", *TOKEN], FRONT[1:3], lambda done: "--model" in done.said),
+    ("front", "service"): Ran(
+        ["front", "--service", "nowhere", *TOKEN], FRONT[1:3], lambda done: "--model" in done.said
+    ),
     ("front", "listen"): Ran(FRONT, ["--http", "127.0.0.1:99999"], lambda done: "--http" in done.said),
     ("front", "model"): Ran(FRONT, ["--model", "{folder}"], lambda done: "for its tokenizer" not in done.said),
     ("front", "key"): Ran(
