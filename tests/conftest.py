@@ -67,6 +67,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             group = super()._split_scope(nodeid)
             return nodeid.partition("::")[0] if group == nodeid and not nodeid.startswith("tests/sim/") else group
 
+        def _assign_work_unit(self, node: Any) -> None:
+            if node.gateway.id == "gw0":  # takes unit tests, which come last, beside the many processes of the others
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
     return ByFile(config, log)
 
 
