@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from experiments.convergence.intervals import NORMAL_95, T_95
 from experiments.convergence.plan import write_json
-from experiments.pinning.report import shortened
 
 DIGITS: Final = 5  # significant ones of a kept number
 STEP_FIELDS: Final = ("reward", "movement", "groups_replayed")  # of a cell's steps: what the map's tables are made of
@@ -50,7 +49,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "staleness": Kind(_HERE / "staleness" / "results.jsonl", _columns, _lines),
     "fleet": Kind(_HERE / "staleness" / "fleet-results.jsonl"),
     "convergence": Kind(_HERE / "convergence" / "results.jsonl"),
-    "pinning": Kind(_HERE / "pinning" / "results.jsonl", shortened),
+    "pinning": Kind(_HERE / "pinning" / "results.jsonl"),
     "pinning-fleet": Kind(_HERE / "pinning" / "fleet-results.jsonl"),
 }
 

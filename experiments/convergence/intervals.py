@@ -1,7 +1,7 @@
 """Means over seeds with 95% intervals, and when a curve reaches a level. All pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Final
@@ -58,6 +58,17 @@ def running_mean(values: Sequence[float], width: int, weights: Sequence[float] |
         total = sum(weights[part])
         means.append(sum(v * w for v, w in zip(values[part], weights[part], strict=True)) / total if total else 0.0)
     return means
+
+
+def end_mean(values: Sequence[float]) -> float:
+    """The mean of the last quarter."""
+    return fmean(values[-max(1, len(values) // 4) :])
+
+
+def mean(values: Iterable[float]) -> float:
+    """Without NaN: a step without a learning signal has no ratios. 0 of nothing."""
+    found = [each for each in values if each == each]
+    return fmean(found) if found else 0.0
 
 
 def first_at(values: Sequence[float], level: float) -> int | None:

@@ -1,16 +1,18 @@
 """The runs in order; a run is done once its result is there and has the same specification."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from dora.config import load_config
 from dora.errors import DoraError
 from experiments.convergence.rows import HALF_RATE, RATE_SEEDS, SYNC, Row
 
-Result = Mapping[str, Any]  # one file of ``runs``; see trial.py
+Result = Mapping[str, Any]  # one file of ``runs``; see trial.py. ``run`` or ``cell``: its specification
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,48 @@ class Store:
         return self.root / "work"
 
     def result(self, run: Run) -> Result | None:
-        """None: there is none, or it is of another specification."""
-        found = read_json(self.runs / f"{run.name}.json")
-        return found if found is not None and found["run"] == run.specification else None
+        return stored(run, self.runs)
 
     def write(self, run: Run, result: Result) -> None:
         write_json(self.runs / f"{run.name}.json", result)
+
+
+class Specified(Protocol):
+    """A run of any experiment."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def specification(self) -> dict[str, Any]: ...
+
+
+AnyRun = TypeVar("AnyRun", bound=Specified)
+
+
+def stored(run: Specified, folder: Path) -> Result | None:
+    """The run's result. None: there is none, or it is of another specification."""
+    found = read_json(folder / f"{run.name}.json")
+    return found if found is not None and run.specification in (found.get("run"), found.get("cell")) else None
+
+
+def make_missing(
+    wanted: Sequence[AnyRun],
+    folder: Path,
+    result: Callable[[AnyRun], Result],
+    until_s: float,
+    words: Callable[[Result], str] = lambda result: "",
+) -> None:
+    """Makes the results that are not there, in order; begins none after ``until_s`` of the monotonic clock. Says each
+    with the ``words`` of its result.
+    """
+    missing = [run for run in wanted if stored(run, folder) is None]
+    for number, run in enumerate(missing, start=1):
+        if time.monotonic() > until_s:
+            print(f"the time is up: {len(missing) - number + 1} runs are left", file=sys.stderr, flush=True)
+            return
+        found = result(run)
+        write_json(folder / f"{run.name}.json", found)
+        print(f"{number} of {len(missing)}: {run.name}{words(found)}", file=sys.stderr, flush=True)
 
 
 def read_json(path: Path) -> Any:

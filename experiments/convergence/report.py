@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final
 
-from experiments.convergence.intervals import Estimate, estimate, first_at, ratio, running_mean
+from experiments.convergence.intervals import Estimate, end_mean, estimate, first_at, ratio, running_mean
 from experiments.convergence.plan import Result, rewards_of
 from experiments.convergence.rows import BASE, SYNC, WINDOWS_WITH_A_BAR, Row
 
@@ -36,9 +36,7 @@ class Runs:
 
 
 def end_reward(result: Result) -> float:
-    """Over the last quarter of the steps."""
-    rewards = list(rewards_of(result))
-    return fmean(rewards[-max(1, len(rewards) // 4) :])
+    return end_mean(list(rewards_of(result)))
 
 
 def mean_reward(result: Result) -> float:

@@ -7,7 +7,6 @@ python -m experiments.kept restore pinning-fleet out/pinning/fleet
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from experiments.convergence.page import with_results
-from experiments.pinning import fleet, grid
+from experiments.convergence.plan import make_missing, stored
+from experiments.pinning import cell, fleet
 from experiments.pinning.report import Results, draw, markdown
 
 MARK: Final = "<!-- results: written by python -m experiments pinning -->"
@@ -23,26 +23,29 @@ MARK: Final = "<!-- results: written by python -m experiments pinning -->"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every wanted run has a result, else 1."""
-    options, began_s = _parser().parse_args(arguments), time.monotonic()
-    until_s = began_s + 60 * options.minutes if options.minutes else math.inf
-    cells, runs = list(grid.cells()), list(fleet.runs())
+    options = _parser().parse_args(arguments)
+    until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    cells, runs = list(cell.cells()), list(fleet.runs())
+    cell_folder, fleet_folder = options.out / "cells", options.out / "fleet"
     if not options.tell_only:
-        for library in ("OPENBLAS", "OMP"):  # small products are slower on two threads, far slower if cores are busy
-            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-        may_begin = lambda: time.monotonic() < until_s  # noqa: E731
-        from experiments.pinning.rollout import rolled_out
+        import torch
 
+        from experiments.pinning.rollout import Rollout
+
+        torch.set_num_threads(1)  # small products are slower on two threads, far slower if cores are busy
         part = slice(options.part, None, options.parts)
-        grid.make(cells[part], options.out / "cells", rolled_out, may_begin)
-        grid.make(runs[part], options.out / "fleet", fleet.simulated, may_begin)
-    found = [each for cell in cells if (each := grid.result_of(cell, options.out / "cells")) is not None]
-    fleets = [each for run in runs if (each := grid.result_of(run, options.out / "fleet")) is not None]
-    text = markdown(results := Results(found, fleets)) if found else ""
+        make_missing(cells[part], cell_folder, lambda each: Rollout(each).result(), until_s)
+        make_missing(runs[part], fleet_folder, fleet.simulated, until_s)
+    results = Results(
+        {each: found for each in cells if (found := stored(each, cell_folder)) is not None},
+        {each: found for each in runs if (found := stored(each, fleet_folder)) is not None},
+    )
+    text = markdown(results) if results.cells else ""
     print(text)
-    if options.page is not None and found:
+    if options.page is not None and text:
         options.page.write_text(with_results(options.page.read_text(), text, MARK))
         draw(results, options.page.parent)
-    return 0 if len(found) + len(fleets) == len(cells) + len(runs) else 1
+    return 0 if len(results.cells) + len(results.fleets) == len(cells) + len(runs) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

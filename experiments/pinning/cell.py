@@ -1,11 +1,10 @@
-"""The regimes, the tasks, and one run of a task under a regime, wholly specified."""
+"""The regimes, the tasks, and the runs of a task under a regime, wholly specified."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 CLASSES: Final = 4
 LETTERS: Final = 4  # of a class
@@ -30,21 +29,19 @@ class Regime:
     All regimes but *pinned* load new weights under running sessions, and admit window x groups beyond those trained on.
     """
 
-    name: str
     title: str
     rule: Rule
     window: int = 3
 
 
-REGIMES: Final = (
-    *(Regime(f"pinned-{size}", f"pinned, window {size}", "pinned", size) for size in (1, 2, 3)),
-    Regime("pinned-auto", "pinned, auto", "pinned", 0),
-    Regime("kept", "mixed, KV kept", "kept"),
-    Regime("again", "mixed, KV computed again", "computed again"),
-    Regime("update", "discarded at an update", "discarded at an update"),
-    Regime("old", "discarded when too old", "discarded when too old"),
-)
-BY_NAME: Final = {each.name: each for each in REGIMES}
+REGIMES: Final = {
+    **{f"pinned-{size}": Regime(f"pinned, window {size}", "pinned", size) for size in (1, 2, 3)},
+    "pinned-auto": Regime("pinned, auto", "pinned", 0),
+    "kept": Regime("mixed, KV kept", "kept"),
+    "again": Regime("mixed, KV computed again", "computed again"),
+    "update": Regime("discarded at an update", "discarded at an update"),
+    "old": Regime("discarded when too old", "discarded when too old"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,37 @@ class Cell:
     @property
     def specification(self) -> dict[str, Any]:
         """As it reads in a result."""
-        return json.loads(json.dumps(asdict(self)))
+        return asdict(self)
+
+    def pause_of(self, session: str, turn: int) -> float:
+        """Lognormal with a sigma of 1, as in the simulator. The same in every regime."""
+        return self.pause * Random(f"pause {self.seed} {session} {turn}").lognormvariate(-0.5, 1.0)
+
+    def fails_after(self, session: str) -> int | None:
+        """The turn after which the session's environment fails, if it does."""
+        draw = Random(f"failure {self.seed} {session}")
+        return draw.randrange(len(TURN_TOKENS)) if draw.random() < self.failing else None
+
+
+PAUSES: Final = (0.1, 1.0, 3.0, 10.0)
+FAILING: Final = (0.05, 0.15)
+FAILED_REGIMES: Final = ("pinned-2", "kept")
+RATES: Final = (1e-2, 3e-3)  # the policy moves about as far in a step as at the map's 0.003 and 0.001
+MAIN: Final = Cell("pinned-1", pause=1.0, learning_rate=RATES[0], steps=40)
+RECALL: Final = replace(MAIN, task="recall", steps=50)
+SLOWER: Final = replace(MAIN, learning_rate=RATES[1], steps=50)
+SEEDS: Final = 3
+MAIN_SEEDS: Final = 10
+
+
+def cells() -> Iterator[Cell]:
+    """Yields the runs seed by seed, so that a sweep that is cut short has as many of each regime."""
+    pauses = [replace(MAIN, pause=pause) for pause in (10.0, 3.0, 0.1)]
+    failed = [replace(MAIN, failing=failing, failures=how) for failing in FAILING for how in get_args(Failures)]
+    for seed in range(MAIN_SEEDS):
+        for like in (MAIN, *pauses, RECALL, *failed, SLOWER) if seed < SEEDS else (MAIN,):
+            for regime in FAILED_REGIMES if like in failed else REGIMES:
+                yield replace(like, regime=regime, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +129,3 @@ class Task:
             for token, wanted in zip(sampled, classes, strict=True)
         ]
         return fmean(right)
-
-
-def pause_of(cell: Cell, session: str, turn: int) -> float:
-    """Lognormal with a sigma of 1, as in the simulator. The same in every regime."""
-    mu = -0.5
-    return cell.pause * Random(f"pause {cell.seed} {session} {turn}").lognormvariate(mu, 1.0)
-
-
-def fails_after(cell: Cell, session: str) -> int | None:
-    """The turn after which the session's environment fails, if it does."""
-    draw = Random(f"failure {cell.seed} {session}")
-    return draw.randrange(len(TURN_TOKENS)) if draw.random() < cell.failing else None

@@ -5,16 +5,15 @@ Sessions are as vLLM #57103 publishes them: a median of 43 turns, 142,000 tokens
 mixture of experts with latent attention on eight accelerators of 141 GB. Eight steps follow three that are not counted.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from dora.config import SessionsConfig, merged
 from dora.core import commands as do
 from dora.core import events as on
-from dora.lab.sim.ledger import SimGroup, SimResponse, Stalled
+from dora.lab.sim.ledger import SimGroup, Stalled
 from dora.lab.sim.partial import NAME as MIXED
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.world import World
@@ -23,12 +22,10 @@ from experiments.pinning.cell import Rule
 TURNS: Final = 43  # of a median session
 STEP_S: Final = 350.0  # of training
 GROUPS: Final = 4
-RULES: Final[tuple[Rule, ...]] = (
-    "pinned", "kept", "computed again", "discarded at an update", "discarded when too old",
-)  # fmt: skip
-WINDOWS: Final = (3, 2, 4, 1)
+RULES: Final[tuple[Rule, ...]] = get_args(Rule)
+WINDOWS: Final = (1, 2, 3, 4)
 WIDE: Final = 6  # a window of *pinned* alone, for the staleness that the oldest sessions of the others reach
-PAUSES: Final = (1.0, 10.0, 3.0, 0.1)
+ROWS: Final = tuple((rule, size) for rule in RULES for size in (*WINDOWS, *((WIDE,) if rule == "pinned" else ())))
 WARMUP, STEPS = 3, 8
 LIMIT_S: Final = 60 * STEP_S  # without a step: it stands still
 
@@ -93,7 +90,7 @@ class Run:
     def specification(self) -> dict[str, Any]:
         """As it reads in a result, without defaults: a setting that the simulator gets later makes no other run."""
         scenario = self.scenario.model_dump(mode="json", exclude_defaults=True)
-        return json.loads(json.dumps({**asdict(self), "scenario": scenario}))
+        return {**asdict(self), "scenario": scenario}
 
 
 class Fleet(World):
@@ -139,31 +136,21 @@ class Fleet(World):
             worker.engine.debt_s += self.scenario.cluster.load_s
             self.wake_later(worker)
         if self.run.rule.startswith("discarded"):
+            age = 0 if self.run.rule == "discarded at an update" else self.run.window
             for request_id, response in list(self.ledger.responses.items()):
-                if self._is_discarded(request_id, response):
-                    self.wasted += _sampled(response)
+                is_over = response.finished or response.ended or response.troubled
+                if not is_over and self.trainer.committed - self.began_at[request_id] >= age:
+                    spans = response.prompt.spans(response.index)
+                    self.wasted += sum(max(0, min(response.tokens, end) - begin) for begin, end in spans)
                     self.discarded += 1
                     response.troubled = True
                     self.post(on.SessionFailed(request_id, self.run.rule, "another"))
 
-    def _is_discarded(self, request_id: str, response: SimResponse) -> bool:
-        if response.finished or response.ended or response.troubled:
-            return False
-        age = self.trainer.committed - self.began_at[request_id]
-        return self.run.rule == "discarded at an update" or age >= self.run.window
-
-
-def _sampled(response: SimResponse) -> int:
-    return sum(max(0, min(response.tokens, end) - begin) for begin, end in response.prompt.spans(response.index))
-
 
 def runs() -> Iterator[Run]:
     """Yields the runs; what the page needs most comes first."""
-    of_pause = [(window, pause) for pause in PAUSES for window in WINDOWS]
-    for window, pause in sorted(of_pause, key=lambda each: WINDOWS.index(each[0]) + PAUSES.index(each[1])):
-        for rule in RULES:
-            yield Run(rule, window, pause)
-    yield from (Run(RULES[0], WIDE, pause) for pause in PAUSES)
+    for pause in (1.0, 10.0, 3.0, 0.1):
+        yield from (Run(rule, window, pause) for rule, window in ROWS)
 
 
 def simulated(run: Run) -> dict[str, Any]:

@@ -21,19 +21,8 @@ from dora.data.trajectory import Trajectory, TrajectoryGroup
 from dora.data.types import SamplingParams, Segment
 from dora.trainers.learner import Learner, LearnerConfig
 from dora.trainers.objectives.presets import DEFAULT, objective
-from experiments.pinning.cell import (
-    BY_NAME,
-    GROUP_SIZE,
-    GROUPS,
-    LENGTH,
-    QUESTION,
-    TURN_TOKENS,
-    VOCABULARY,
-    Cell,
-    Task,
-    fails_after,
-    pause_of,
-)  # fmt: skip
+from experiments.convergence.intervals import mean
+from experiments.pinning.cell import GROUP_SIZE, GROUPS, LENGTH, QUESTION, REGIMES, TURN_TOKENS, VOCABULARY, Cell, Task
 from experiments.pinning.policy import Cache, Decoder, FloatRows, IntColumn, Policy
 
 WORKERS: Final = 4
@@ -62,9 +51,8 @@ class Session:
     turn: int = 0
     turns: list[list[int]] = field(default_factory=lambda: [[]])
     ready: float = 0.0  # when its tool has answered
-    reward: float | None = None  # that it is trained with, once it has ended
-    true_reward: float = nan
-    is_dropped: bool = False
+    reward: float | None = None  # that it is trained with, once it has ended; None then: it is left out
+    has_failed: bool = False
 
     @property
     def name(self) -> str:
@@ -72,15 +60,11 @@ class Session:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_dropped or self.reward is not None
+        return self.has_failed or self.reward is not None
 
     @property
     def sampled(self) -> int:
         return sum(version >= 0 for version in self.versions)
-
-    def again(self, version: int) -> "Session":
-        """The session that begins in its place."""
-        return Session(self.group, self.member, self.slot, version, self.attempt + 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -95,21 +79,22 @@ class Group:
 
     @property
     def valid(self) -> list[Session]:
-        return [each for each in self.members if not each.is_dropped]
+        """The members to train on, once all have ended."""
+        return [each for each in self.members if each.reward is not None]
 
 
 class Rollout:
     """One cell's run. Deterministic: all randomness follows from the seed."""
 
     def __init__(self, cell: Cell) -> None:
-        self.cell, self.regime = cell, BY_NAME[cell.regime]
+        self.cell, self.regime = cell, REGIMES[cell.regime]
+        self._is_pinned = self.regime.rule == "pinned"
         torch.manual_seed(cell.seed)
         self._random = np.random.default_rng(cell.seed)
         config = LearnerConfig(learning_rate=cell.learning_rate, objective=objective(DEFAULT))
         self._learner = Learner(Policy(VOCABULARY, LENGTH), config)
         self._decoders = {0: Decoder(self._learner.module)}
-        auto = self.regime.window == 0
-        self._auto = AdaptiveSize(WindowConfig(size="auto")) if auto else None
+        self._auto = None if self.regime.window else AdaptiveSize(WindowConfig(size="auto"))
         self._window = Window(self._auto.size if self._auto else self.regime.window, GROUPS)
         slots = GROUPS * GROUP_SIZE * (WindowConfig().max + 1)
         self._cache, self._free = Cache(slots, LENGTH), list(range(slots))
@@ -125,20 +110,25 @@ class Rollout:
         self.errors: dict[str, list[float]] = {"token": [], "claimed": []}
 
     def result(self) -> dict[str, Any]:
-        """Runs all steps, or as many as end in time."""
+        """Runs all steps, or as many as end in time. Signals but time and reward are means over the steps."""
         while self.trained < self.cell.steps and self.now < UNTIL:
             self._train()
             self._admit()
             self._tick()
+        columns = {name: [step[name] for step in self.steps] for name in self.steps[0]}
+        steps = {name: columns.pop(name) for name in ("at", "reward")}
+        means = {name: mean(values) for name, values in columns.items()}
+        means |= {name: max(each for each in columns[name] if each == each) for name in ("oldest", "ratio_max")}
         errors = {f"{name}_{kind}": of(values) for name, values in self.errors.items()
                   for kind, of in (("mean", fmean), ("max", max))}  # fmt: skip
-        columns = {name: [step[name] for step in self.steps] for name in self.steps[0]}
-        groups = {"begun": self._begun, "lost": self._lost}
-        return {"steps": columns, "totals": self.totals, "errors": errors, "groups": groups}
-
-    @property
-    def _is_pinned(self) -> bool:
-        return self.regime.rule == "pinned"
+        return {
+            "cell": self.cell.specification,
+            "steps": steps,
+            "totals": self.totals,
+            "errors": errors,
+            "groups": {"begun": self._begun, "lost": self._lost},
+            "means": means,
+        }
 
     # -------------------------------------------------------------------------------------------------- the trainer
 
@@ -148,14 +138,11 @@ class Rollout:
         if self._until < inf:
             return
         for group in sorted(self._ended, key=lambda each: each.deadline) if self._is_pinned else list(self._ended):
-            if len(self._batch) == GROUPS:
-                break
-            if self._is_pinned and not self._window.takeable(group.deadline):
-                continue
-            if self._is_pinned:
-                self._window.take(group.version, group.deadline)
-            self._ended.remove(group)
-            self._batch.append(group)
+            if len(self._batch) < GROUPS and (not self._is_pinned or self._window.takeable(group.deadline)):
+                if self._is_pinned:
+                    self._window.take(group.version, group.deadline)
+                self._ended.remove(group)
+                self._batch.append(group)
         if len(self._batch) == GROUPS:
             self._until = self.now + 1.0
 
@@ -163,13 +150,14 @@ class Rollout:
         step = self.trained
         self._check()
         for group in self._batch:
-            self._learner.add_group(_trajectories(group, step))
+            members = tuple(_trajectory(each, step) for each in group.valid)
+            self._learner.add_group(TrajectoryGroup(group.name, members))
         numbers = self._learner.finish_step().numbers()
         sessions = [each for group in self._batch for each in group.members]
         ages = [step - version for each in sessions for version in each.versions if version >= 0]
-        true = [each.true_reward for each in sessions if each.true_reward == each.true_reward]
+        rewards = [each.reward for each in sessions if each.reward is not None and not each.has_failed]
         took = self.now - (self.steps[-1]["at"] if self.steps else 0.0)
-        line = {"at": self.now, "reward": fmean(true), "staleness": fmean(ages), "oldest": max(ages)}
+        line = {"at": self.now, "reward": fmean(rewards), "staleness": fmean(ages), "oldest": max(ages)}
         line |= {"wait": took - 1.0, "window": self._window.size, **{name: numbers.get(name, nan) for name in SIGNALS}}
         self.steps.append(line)
         self._batch, self._until = [], inf
@@ -187,23 +175,20 @@ class Rollout:
 
     def _publish(self) -> None:
         """All workers take the new weights, and sessions in flight go on or not, as the regime has it."""
-        busy = LOAD
-        rule, oldest = self.regime.rule, self.trained - self.regime.window + 1
+        rule, oldest, again = self.regime.rule, self.trained - self.regime.window + 1, 0
         if rule == "computed again":
-            tokens, places = (
-                sum(each.fed for each in self._running),
-                max((each.fed for each in self._running), default=0),
-            )
-            for place in range(places):
-                self._read(self._decoders[self.trained], [each for each in self._running if each.fed > place], place)
-            self.totals["again"] += tokens
-            busy += PREFILL * tokens / WORKERS
-        elif rule.startswith("discarded"):
-            for each in list(self._running):
-                if rule == "discarded at an update" or each.version < oldest:
-                    self.totals["wasted"] += each.sampled
-                    self.totals["discarded"] += 1
-                    self._replace(each)
+            for place in range(max((each.fed for each in self._running), default=0)):
+                longer = [each for each in self._running if each.fed > place]
+                self._read(self._decoders[self.trained], longer, place)
+                again += len(longer)
+        for each in list(self._running) if rule.startswith("discarded") else ():
+            if rule == "discarded at an update" or each.version < oldest:
+                self.totals["wasted"] += each.sampled
+                self.totals["discarded"] += 1
+                self._replace(each)
+        self.totals["again"] += again
+        busy = LOAD + PREFILL * again / WORKERS
+        self._worker_versions = [self.trained] * WORKERS
         self._workers_free = [max(free, self.now) + busy for free in self._workers_free]
 
     def _check(self) -> None:
@@ -245,10 +230,15 @@ class Rollout:
             return self._window.admissible(self.trained) > 0
         return self._begun - self._lost < (self.trained + self.regime.window) * GROUPS
 
+    def _version_of(self, session: Session) -> int:
+        """The version that samples the session's next token."""
+        return session.version if self._is_pinned else self.trained
+
     def _replace(self, session: Session) -> None:
-        version = session.version if self._is_pinned else self.trained
-        new = session.again(version)
-        session.group.members[session.member] = new
+        """Begins another session in its place."""
+        group, member = session.group, session.member
+        new = Session(group, member, session.slot, self._version_of(session), session.attempt + 1)
+        group.members[member] = new
         self._running[self._running.index(session)] = new
 
     def _tick(self) -> None:
@@ -258,28 +248,20 @@ class Rollout:
             events = [*(each.ready for each in self._running), *self._workers_free, self._until]
             self.now = min((at for at in events if at > self.now), default=inf)
             return
-        prefilled = 0
-        for version, sessions in work:
-            prefilled += self._decode(version, sessions)
+        prefilled = sum(self._decode(version, sessions) for version, sessions in work)
         self.now += TICK + PREFILL * prefilled / WORKERS
 
     def _placed(self) -> Iterator[tuple[int, list[Session]]]:
         """The sessions that are decoded now, by the version whose weights do it."""
-        ready = [each for each in self._running if each.ready <= self.now]
-        free = [worker for worker in range(WORKERS) if self._workers_free[worker] <= self.now]
-        if not self._is_pinned:
-            if ready and len(free) == WORKERS:
-                yield self.trained, ready[: WORKERS * WORKER_SLOTS]
-            return
         waiting: dict[int, list[Session]] = {}
-        for each in sorted(ready, key=lambda each: each.version):
-            waiting.setdefault(each.version, []).append(each)
+        for each in sorted((each for each in self._running if each.ready <= self.now), key=self._version_of):
+            waiting.setdefault(self._version_of(each), []).append(each)
         self._assign({version: len(sessions) for version, sessions in waiting.items()})
+        workers = list(zip(self._worker_versions, self._workers_free, strict=True))
         for version, sessions in waiting.items():
-            able = [worker for worker in free if self._worker_versions[worker] == version]
-            workers = sum(self._workers_free[worker] <= self.now for worker in able)
-            if workers:
-                yield version, sessions[: workers * WORKER_SLOTS]
+            able = sum(of == version and free <= self.now for of, free in workers)
+            if able:
+                yield version, sessions[: able * WORKER_SLOTS]
 
     def _assign(self, needs: dict[int, int]) -> None:
         """Gives each version in need a worker, the oldest first, then more to those that have most to do for each."""
@@ -332,32 +314,30 @@ class Rollout:
         return decoder.read(self._cache, slots, ids, places)
 
     def _turn_ended(self, session: Session) -> None:
-        if fails_after(self.cell, session.name) == session.turn:
+        if self.cell.fails_after(session.name) == session.turn:
             self._fail(session)
-            return
-        if session.turn + 1 == len(TURN_TOKENS):
-            session.reward = session.true_reward = session.group.task.reward(session.turns)
+        elif session.turn + 1 == len(TURN_TOKENS):
+            session.reward = session.group.task.reward(session.turns)
             self._end(session)
-            return
-        answer = session.group.task.answer(session.turn)
-        session.ready = self.now + TICK + pause_of(self.cell, session.name, session.turn)
-        session.tokens += answer
-        session.logprobs += [nan] * len(answer)
-        session.versions += [-1] * len(answer)
-        session.turn += 1
-        session.turns.append([])
+        else:
+            answer = session.group.task.answer(session.turn)
+            session.ready = self.now + TICK + self.cell.pause_of(session.name, session.turn)
+            session.tokens += answer
+            session.logprobs += [nan] * len(answer)
+            session.versions += [-1] * len(answer)
+            session.turn += 1
+            session.turns.append([])
 
     def _fail(self, session: Session) -> None:
         """The environment ends without a reward."""
+        session.has_failed = True
         if self.cell.failures == "reward 0":
             session.reward = 0.0
-            self._end(session)
-            return
-        self.totals["failed"] += session.sampled
+        else:
+            self.totals["failed"] += session.sampled
         if self.cell.failures == "replaced":
             self._replace(session)
         else:
-            session.is_dropped = True
             self._end(session)
 
     def _end(self, session: Session) -> None:
@@ -375,24 +355,16 @@ class Rollout:
             self._window.give_back(group.version, group.deadline)
 
 
-def rolled_out(cell: Cell) -> dict[str, Any]:
-    return {"cell": cell.specification, **Rollout(cell).result()}
-
-
-def _trajectories(group: Group, step: int) -> TrajectoryGroup:
-    return TrajectoryGroup(group.name, tuple(_trajectory(each, len(group.valid), step) for each in group.valid))
-
-
-def _trajectory(session: Session, group_size: int, step: int) -> Trajectory:
-    tokens, mask = session.tokens[1:], np.array([version >= 0 for version in session.versions[1:]], np.uint8)
-    logprobs = np.where(mask, session.logprobs[1:], np.nan).astype(np.float32)
+def _trajectory(session: Session, step: int) -> Trajectory:
+    tokens, version, group = session.tokens, session.version, session.group
+    mask = np.array([each >= 0 for each in session.versions[1:]], np.uint8)
     assert session.reward is not None
     return Trajectory(
-        trajectory_id=session.name, group_id=session.group.name, prompt_id=session.group.name, task_id="pinning",
-        sample_index=session.member, group_size=group_size, behaviour_version=session.version, reference_version=0,
-        trained_step=step, staleness=step - session.version, prompt_token_ids=np.array(session.tokens[:1], np.int32),
-        response_token_ids=np.array(tokens, np.int32), logprobs=logprobs, loss_mask=mask,
-        sampling=SamplingParams(max_tokens=LENGTH), reward=session.reward, reward_valid=True, reward_components={},
-        verifier_log="", finish_reason="stop", started_at=0.0, finished_at=0.0,
-        worker_history=(Segment("sampler", 0, len(tokens) - 1, "new", session.version),), length_tokens=len(tokens),
+        trajectory_id=session.name, group_id=group.name, prompt_id=group.name, task_id="pinning",
+        sample_index=session.member, group_size=len(group.valid), behaviour_version=version, reference_version=0,
+        trained_step=step, staleness=step - version, prompt_token_ids=np.array(tokens[:1], np.int32),
+        response_token_ids=np.array(tokens[1:], np.int32), logprobs=np.array(session.logprobs[1:], np.float32),
+        loss_mask=mask, sampling=SamplingParams(max_tokens=LENGTH), reward=session.reward, reward_valid=True,
+        reward_components={}, verifier_log="", finish_reason="stop", started_at=0.0, finished_at=0.0,
+        worker_history=(Segment("sampler", 0, len(mask) - 1, "new", version),), length_tokens=len(mask),
     )  # fmt: skip

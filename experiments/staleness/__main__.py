@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from experiments.convergence.page import with_results
+from experiments.convergence.plan import stored
 from experiments.staleness.cell import TASKS
 from experiments.staleness.fleet import Outcome, outcomes
 from experiments.staleness.fleet_page import fleet_markdown
-from experiments.staleness.grid import LAGS, Result, cells, make, result_of
+from experiments.staleness.grid import LAGS, Result, cells, make
 from experiments.staleness.page import draw, markdown
 from experiments.staleness.regimes import regimes
 from experiments.staleness.report import Point, best_rates, costs, points
@@ -29,16 +30,17 @@ FLEET_MARK: Final = "<!-- fleet: written by python -m experiments.staleness --fl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every wanted cell has a result, else 1."""
-    options, began_s = _parser().parse_args(arguments), time.monotonic()
+    options = _parser().parse_args(arguments)
+    until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
     wanted = list(cells(options.tasks, options.objectives, options.lags, options.seeds))
     if not options.tell_only:
         import torch
 
         torch.set_num_threads(options.threads)
-        make(wanted, options.out / "cells", options.minutes, _say)
-    results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
+        make(wanted, options.out / "cells", until_s)
+    results = [each for cell in wanted if (each := stored(cell, options.out / "cells")) is not None]
     found, best = points(results), best_rates(results)
-    learnt = _simulated(options, results, found, began_s) if options.fleet else []
+    learnt = _simulated(options, results, found, until_s) if options.fleet else []
     texts = {MARK: markdown(found, best) if found else "", FLEET_MARK: fleet_markdown(learnt)}
     if options.json:
         told = {"costs": costs(found), "points": _plain(found), "fleet": _plain(learnt)}
@@ -54,10 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _simulated(
-    options: argparse.Namespace, results: Sequence[Result], found: Sequence[Point], began_s: float
+    options: argparse.Namespace, results: Sequence[Result], found: Sequence[Point], until_s: float
 ) -> list[Outcome]:
     of = [(seed, regimes(results, found, seed)) for seed in range(options.fleet_seeds)]
-    until_s = began_s + 60 * options.minutes if options.minutes else math.inf
     return outcomes(of, options.out / "fleet", _say, lambda: not options.tell_only and time.monotonic() < until_s)
 
 

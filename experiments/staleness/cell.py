@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from dora.client.replay import ReplayBy
@@ -71,6 +70,3 @@ class Cell:
         """As it reads in a result. Without replays it has no fields of them."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found if self.replay else {name: found[name] for name in found if not name.startswith("replay")}
-
-    def path(self, folder: Path) -> Path:
-        return folder / f"{self.name}.json"

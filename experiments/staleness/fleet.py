@@ -16,7 +16,7 @@ from dora.lab.sim.presets import scenario_for
 from dora.lab.sim.scenario import Scenario
 from dora.lab.sim.world import World
 from experiments.convergence.fleet import PREDICTOR
-from experiments.convergence.plan import read_json, write_json
+from experiments.convergence.plan import stored, write_json
 from experiments.freshness import scaled
 from experiments.staleness.regimes import Reached, Regime, SimStep, prolonged, reached
 from experiments.tables import split
@@ -133,10 +133,8 @@ class Run:
 
     def stored(self, folder: Path) -> list[SimStep] | None:
         """None: there is no result, or it is of another specification."""
-        found = read_json(folder / f"{self.name}.json")
-        if found is None or found["run"] != self.specification:
-            return None
-        return [SimStep(**each) for each in found["steps"]]
+        found = stored(self, folder)
+        return None if found is None else [SimStep(**each) for each in found["steps"]]
 
     def made(self, folder: Path, say: Callable[[str], None]) -> list[SimStep]:
         """Simulates and stores it."""

@@ -1,11 +1,11 @@
 """The cells of the map, the results that are there, and the run of those that are missing."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from experiments.convergence.plan import read_json, write_json
+from experiments.convergence.plan import make_missing
 from experiments.staleness.cell import Cell
 
 RATES: Final[Mapping[str, tuple[float, ...]]] = {"tiny": (3e-3, 1e-3, 3e-4, 1e-4), "counting": (1e-4, 3e-5)}
@@ -26,24 +26,15 @@ def cells(tasks: Sequence[str], objectives: Sequence[str], lags: Sequence[int], 
                         yield Cell(task, objective, rate, lag, seed, STEPS[task])
 
 
-def result_of(cell: Cell, folder: Path) -> Result | None:
-    """None: there is none, or it is of another specification."""
-    found = read_json(cell.path(folder))
-    return found if found is not None and found["cell"] == cell.specification else None
-
-
-def make(wanted: Sequence[Cell], folder: Path, minutes: float, say: Callable[[str], None]) -> None:
-    """Runs the missing cells in order. ``minutes``: begins no cell after so long; 0: no limit."""
+def make(wanted: Sequence[Cell], folder: Path, until_s: float) -> None:
+    """Runs the missing cells in order; begins none after ``until_s`` of the monotonic clock."""
     from experiments.staleness.lagged import Lagged
 
-    began_s = time.monotonic()
-    missing = [cell for cell in wanted if result_of(cell, folder) is None]
-    for number, cell in enumerate(missing, start=1):
-        if minutes and time.monotonic() - began_s > 60 * minutes:
-            say(f"{len(missing) - number + 1} cells are left after {minutes:g} minutes")
-            return
-        cell_began_s = time.monotonic()
+    def result(cell: Cell) -> Result:
+        began_s = time.monotonic()
         steps = Lagged(cell).steps()
-        seconds = round(time.monotonic() - cell_began_s, 1)
-        write_json(cell.path(folder), {"cell": cell.specification, "steps": steps, "seconds": seconds})
-        say(f"{number} of {len(missing)}: {cell.name}: {len(steps)} steps, {seconds:g} s")
+        return {"cell": cell.specification, "steps": steps, "seconds": round(time.monotonic() - began_s, 1)}
+
+    make_missing(
+        wanted, folder, result, until_s, lambda found: f": {len(found['steps'])} steps, {found['seconds']:g} s"
+    )

@@ -4,7 +4,9 @@ Runs the missing cells of experience replay at lag 1, beside the same seeds with
 """
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,9 @@ from typing import Final
 from dora.client.replay import ReplayBy
 from experiments.convergence.intervals import Estimate, ratio
 from experiments.convergence.page import with_results
+from experiments.convergence.plan import stored
 from experiments.staleness.cell import Cell
-from experiments.staleness.grid import STEPS, Result, make, result_of
+from experiments.staleness.grid import STEPS, Result, make
 from experiments.staleness.report import counted, steps_to_level
 
 MARK: Final = "<!-- replays: written by python -m experiments.staleness.replays -->"
@@ -115,8 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         torch.set_num_threads(options.threads)
-        make(wanted, options.out / "cells", options.minutes, lambda text: print(text, file=sys.stderr, flush=True))
-    results = [each for cell in wanted if (each := result_of(cell, options.out / "cells")) is not None]
+        until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+        make(wanted, options.out / "cells", until_s)
+    results = [each for cell in wanted if (each := stored(cell, options.out / "cells")) is not None]
     table = markdown(gains(results))
     print(table)
     if options.page is not None:

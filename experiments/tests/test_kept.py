@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from experiments.convergence.plan import stored
 from experiments.kept import KINDS, compared, keep, kept, main, restore
-from experiments.pinning import fleet, grid
-from experiments.staleness.grid import cells, result_of
+from experiments.pinning import cell, fleet
+from experiments.staleness.grid import cells
 from experiments.staleness.report import points
 from experiments.tests.test_staleness import result
 
@@ -43,11 +44,11 @@ def test_a_run_agrees_if_it_is_among_those_of_other_seeds() -> None:
 def test_the_pages_results_are_kept(tmp_path: Path) -> None:
     assert restore(tmp_path, KINDS["staleness"]) > 300
     wanted = cells(["tiny"], ["truncated"], (0, 1, 3), 5)
-    assert [each.name for each in wanted if result_of(each, tmp_path) is None] == []
+    assert [each.name for each in wanted if stored(each, tmp_path) is None] == []
     assert len(kept(KINDS["fleet"])) >= 18 and len(kept(KINDS["convergence"])) >= 12
     assert restore(tmp_path, KINDS["pinning"]) and restore(tmp_path, KINDS["pinning-fleet"])
-    assert [each.name for each in grid.cells() if grid.result_of(each, tmp_path) is None] == []
-    assert [each.name for each in fleet.runs() if grid.result_of(each, tmp_path) is None] == []
+    assert [each.name for each in cell.cells() if stored(each, tmp_path) is None] == []
+    assert [each.name for each in fleet.runs() if stored(each, tmp_path) is None] == []
 
 
 def test_a_name_that_is_not_kept_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

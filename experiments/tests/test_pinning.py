@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.pinning.cell import LENGTH, REGIMES, TURN_TOKENS, VOCABULARY, Task
+from experiments.pinning.cell import LENGTH, MAIN, REGIMES, TURN_TOKENS, VOCABULARY, Task, cells
 from experiments.pinning.fleet import LIMIT_S, Fleet, Run
-from experiments.pinning.grid import MAIN, cells
 from experiments.pinning.policy import Cache, Decoder, Policy
 from experiments.pinning.report import Results, markdown
-from experiments.pinning.rollout import rolled_out
+from experiments.pinning.rollout import Rollout
 
 RUNS: dict[str, Any] = {}
 
@@ -21,7 +20,7 @@ def run(regime: str, **fields: Any) -> Any:
     """The result of a short run; one for all tests that ask for it."""
     cell = replace(MAIN, regime=regime, steps=4, **fields)
     if cell.name not in RUNS:
-        RUNS[cell.name] = rolled_out(cell)
+        RUNS[cell.name] = Rollout(cell).result()
     return RUNS[cell.name]
 
 
@@ -38,7 +37,7 @@ def test_the_engine_reads_a_row_token_by_token_as_the_trainer_does_at_once() -> 
 
 def test_a_pinned_session_has_one_version_exact_logprobs_and_no_token_in_vain() -> None:
     found = run("pinned-3")
-    assert max(found["steps"]["oldest"]) <= 2
+    assert found["means"]["oldest"] <= 2
     assert found["totals"]["wasted"] == found["totals"]["again"] == 0
     assert found["errors"]["claimed_max"] < 2e-6 and found["errors"]["claimed_max"] == found["errors"]["token_max"]
 
@@ -88,11 +87,14 @@ def test_the_fleet_wastes_tokens_only_if_it_discards() -> None:
 
 
 def test_the_page_says_which_bars_are_missed() -> None:
-    def fleet(rule: str, step_s: float, oldest: int) -> Any:
-        return {"run": {"rule": rule, "window": 3, "pause": 1.0}, "stalled": False, "step_s": step_s, "oldest": oldest}
-
-    main = [{**run(each), "cell": replace(MAIN, regime=each).specification} for each in ("pinned-3", "kept")]
-    of = Results(main, [fleet("pinned", 120.0, 2), fleet("kept", 60.0, 1), fleet("computed again", 119.0, 2)])
+    fleets = {"pinned": (120.0, 2), "kept": (60.0, 1), "computed again": (119.0, 2)}
+    of = Results(
+        {replace(MAIN, regime=each): run(each) for each in ("pinned-3", "kept")},
+        {
+            Run(rule, 3, 1.0): {"stalled": False, "step_s": step_s, "oldest": oldest}  # type: ignore[arg-type]
+            for rule, (step_s, oldest) in fleets.items()
+        },
+    )
     text = markdown(of)
     assert "| pinned, window 3 (1) |" in text and "| kept, window 3 |" in text
     assert "| 1 | **2.00** (kept, window 3) | 1.01 to 1.01 (computed again, window 3) |" in text
