@@ -1,6 +1,8 @@
 """The runs in order; a run is done once its result is there and has the same specification."""
 
+import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +100,23 @@ def make_missing(
         found = result(run)
         write_json(folder / f"{run.name}.json", found)
         print(f"{number} of {len(missing)}: {run.name}{words(found)}", file=sys.stderr, flush=True)
+
+
+def sweep_parser(prog: str, description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of each experiment that makes what is missing and writes it into a page."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so long; 0: no limit")
+    parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
+    parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced, with its figures")
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
+
+
+def end_s(minutes: float) -> float:
+    """Returns when a sweep that begins now ends, by the monotonic clock. ``minutes`` 0: never."""
+    return time.monotonic() + 60 * minutes if minutes else math.inf
 
 
 def read_json(path: Path) -> Any:

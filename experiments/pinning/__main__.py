@@ -5,16 +5,12 @@ python -m experiments.kept restore pinning out/pinning/cells          # then --t
 python -m experiments.kept restore pinning-fleet out/pinning/fleet
 """
 
-import argparse
-import math
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from experiments.convergence.page import with_results
-from experiments.convergence.plan import make_missing, stored
+from experiments.convergence.plan import end_s, make_missing, stored, sweep_parser
 from experiments.pinning import cell, fleet
 from experiments.pinning.report import Results, draw, markdown
 
@@ -23,8 +19,11 @@ MARK: Final = "<!-- results: written by python -m experiments pinning -->"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every wanted run has a result, else 1."""
-    options = _parser().parse_args(arguments)
-    until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    parser = sweep_parser("python -m experiments pinning", __doc__, "out/pinning")
+    parser.add_argument("--part", type=int, default=0, help="make each run of that number, modulo --parts")
+    parser.add_argument("--parts", type=int, default=1, help="processes that share the runs (%(default)s)")
+    options = parser.parse_args(arguments)
+    until_s = end_s(options.minutes)
     cells, runs = list(cell.cells()), list(fleet.runs())
     cell_folder, fleet_folder = options.out / "cells", options.out / "fleet"
     if not options.tell_only:
@@ -46,19 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.page.write_text(with_results(options.page.read_text(), text, MARK))
         draw(results, options.page.parent)
     return 0 if len(results.cells) + len(results.fleets) == len(cells) + len(runs) else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments pinning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after so long; 0: no limit")
-    parser.add_argument("--part", type=int, default=0, help="make each run of that number, modulo --parts")
-    parser.add_argument("--parts", type=int, default=1, help="processes that share the runs (%(default)s)")
-    parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
-    parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced, with its figures")
-    parser.add_argument("--out", type=Path, default=Path("out/pinning"))
-    return parser
 
 
 if __name__ == "__main__":

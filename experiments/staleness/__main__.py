@@ -5,16 +5,14 @@
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from experiments.convergence.page import with_results
-from experiments.convergence.plan import stored
+from experiments.convergence.plan import end_s, stored, sweep_parser
 from experiments.staleness.cell import TASKS
 from experiments.staleness.fleet import Outcome, outcomes
 from experiments.staleness.fleet_page import fleet_markdown
@@ -31,7 +29,7 @@ FLEET_MARK: Final = "<!-- fleet: written by python -m experiments.staleness --fl
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 if every wanted cell has a result, else 1."""
     options = _parser().parse_args(arguments)
-    until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    until_s = end_s(options.minutes)
     wanted = list(cells(options.tasks, options.objectives, options.lags, options.seeds))
     if not options.tell_only:
         import torch
@@ -71,20 +69,14 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.staleness", description=__doc__)
+    parser = sweep_parser("python -m experiments.staleness", __doc__, "out/staleness")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=["tiny"])
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVE_NAMES, default=list(OBJECTIVE_NAMES))
     parser.add_argument("--lags", nargs="+", type=int, default=list(LAGS))
     parser.add_argument("--seeds", type=int, default=5, help="of each cell (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
-    parser.add_argument(
-        "--minutes", type=float, default=0.0, help="begin no cell or simulation after so long; 0: no limit"
-    )
-    parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
     parser.add_argument("--fleet", action="store_true", help="simulate fleets that learn as the map says")
     parser.add_argument("--fleet-seeds", type=int, default=1, help="of these simulations (%(default)s)")
-    parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced")
-    parser.add_argument("--out", type=Path, default=Path("out/staleness"))
     parser.add_argument("--json", action="store_true", help="one JSON document for programs")
     return parser
 

@@ -4,19 +4,16 @@ Runs the missing cells of experience replay at lag 1, beside the same seeds with
 """
 
 import argparse
-import math
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Final
 
 from dora.client.replay import ReplayBy
 from experiments.convergence.intervals import Estimate, ratio
 from experiments.convergence.page import with_results
-from experiments.convergence.plan import stored
+from experiments.convergence.plan import end_s, stored, sweep_parser
 from experiments.staleness.cell import Cell
 from experiments.staleness.grid import STEPS, Result, make
 from experiments.staleness.report import counted, steps_to_level
@@ -118,8 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
 
         torch.set_num_threads(options.threads)
-        until_s = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-        make(wanted, options.out / "cells", until_s)
+        make(wanted, options.out / "cells", end_s(options.minutes))
     results = [each for cell in wanted if (each := stored(cell, options.out / "cells")) is not None]
     table = markdown(gains(results))
     print(table)
@@ -129,14 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments.staleness.replays", description=__doc__)
+    parser = sweep_parser("python -m experiments.staleness.replays", __doc__, "out/staleness")
     parser.add_argument("--objectives", nargs="+", choices=("dapo", "decoupled-ppo"), default=["dapo"])
     parser.add_argument("--seeds", type=int, default=5, help="of each cell (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no cell after so long; 0: no limit")
-    parser.add_argument("--tell-only", action="store_true", help="run nothing, and show what is there")
-    parser.add_argument("--page", type=Path, default=None, help="a page whose results are replaced")
-    parser.add_argument("--out", type=Path, default=Path("out/staleness"))
     return parser
 
 
