@@ -25,9 +25,9 @@ SETTLING_STEPS: Final = 2  # a changed batch is re-assembled in its first step
 ROUNDS: Final = 4
 BATCHES: Final = 6  # sizes, if there are enough slots
 MIXTURE_BATCHES: Final = 12  # for a mixture of experts, whose cost is not linear in the batch
+DRAFTED: Final = 4  # tokens of each request, to time their verification
 # Share of the sorted times of one point that counts. By the clock: the fastest, as on an idle machine. Beside other
 # engines, and in CPU time, to which others add little: the middle half.
-DRAFTED: Final = 4  # tokens of each request, to time their verification
 FASTEST: Final = (0.0, 0.125)
 USUAL: Final = (0.25, 0.75)
 

@@ -72,11 +72,7 @@ class FleetHistory:
             session.told.clear()
         keys, lacking = _scopes_of(response), {}
         for key in keys:
-            scope = self._scopes.get(key)
-            if scope is None:
-                scope = self._scopes[key] = _Scope(size_bytes=ENTRY_BYTES)
-                self.size_bytes += ENTRY_BYTES
-            self._scopes.move_to_end(key)
+            scope = self._scope(key)
             scope.workers.add(session.worker_id)
             known = session.told.get(key, -1)
             lacking.update({serial: entry for serial, entry in scope.entries if serial > known})
@@ -88,9 +84,15 @@ class FleetHistory:
             responses = [lacking[serial] for serial in sorted(lacking)]
             session.send(pb.WorkerCommand(remember=pb.Remember(responses=responses)))
 
-    def _enter(self, key: bytes, serial: int, entry: pb.RememberedResponse) -> Iterable[str]:
-        scope = self._scopes.setdefault(key, _Scope())
+    def _scope(self, key: bytes) -> _Scope:
+        """Returns the scope, which is now the latest used. A new one takes the room of an entry."""
+        if key not in self._scopes:
+            self._count(self._scopes.setdefault(key, _Scope()), ENTRY_BYTES)
         self._scopes.move_to_end(key)
+        return self._scopes[key]
+
+    def _enter(self, key: bytes, serial: int, entry: pb.RememberedResponse) -> Iterable[str]:
+        scope = self._scope(key)
         if len(scope.entries) == RESPONSES_MAX:
             self._count(scope, -_bytes_of(scope.entries.popleft()[1]))
         scope.entries.append((serial, entry))

@@ -36,7 +36,7 @@ from dora.worker.reservation import Reservation
 from dora.worker.stop_strings import StopStrings
 from dora.worker.vllm import environment as vllm_environment
 from dora.worker.vllm.device.choice import device_named
-from dora.worker.vllm.device.port import Device, EngineSettings, Kind
+from dora.worker.vllm.device.port import Device, EngineSettings, Kind, check_verifiable
 from dora.worker.vllm.views import EngineRequest, KvViews
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class VllmEngine(BaseEngine[EngineRequest]):
         super().__init__(capability, layout, bound)
         self._drafter: Drafter | None = self._core.drafter
         if settings.speculation:
-            self._device.check_speculation(settings, has_state=bool(layout.state_bytes))
+            check_verifiable(settings, has_state=bool(layout.state_bytes))
             self._scheduler.drafter = self._drafter
         self._is_reload_proven = False
         self._turns = vllm_turns.Turns(self._core, self._device, end_token_ids(model), StopStrings(model))

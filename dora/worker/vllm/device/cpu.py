@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed, check_verifiable
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,9 +70,6 @@ class Cpu:
                 raise InvalidValue("workers.kv_dtype", settings.kv_dtype, f"empty, {', '.join(known)} on CPUs")
         chosen = settings.engine_args.get("attention_backend", latent_backend(settings.dtype))
         log.info("CPU: %s; latent attention by %s", ", ".join(features()) or "no vector instructions", chosen)
-
-    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
-        check_verifiable(settings, has_state=has_state)
 
     def draft_sampler(self, settings: EngineSettings) -> "Choose":
         from dora.engine_patches.cpu.own_noise import sampled_alike

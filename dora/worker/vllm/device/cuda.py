@@ -8,7 +8,7 @@ from dora.engine_patches.patch import Patch
 from dora.errors import InvalidValue
 from dora.host.proof import proof_file
 from dora.worker.reservation import KvStore
-from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed, check_verifiable
+from dora.worker.vllm.device.port import Dtype, EngineSettings, Kind, check_installed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,9 +67,6 @@ class Cuda:
             found = current_platform.get_device_capability()
             allowed = f"false: vLLM's mode needs compute capability {INVARIANT_FROM / 10}, and this GPU has {found}"
             raise InvalidValue("workers.batch_invariant", True, allowed)
-
-    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
-        check_verifiable(settings, has_state=has_state)
 
     def draft_sampler(self, settings: EngineSettings) -> "Choose":
         from dora.engine_patches.own_noise_v2 import sampled_alike

@@ -74,9 +74,6 @@ class Device(Protocol):
     def check_platform(self, settings: EngineSettings) -> None:
         """Raises InvalidValue if the installed vLLM serves on another device or cannot serve ``settings`` on this."""
 
-    def check_speculation(self, settings: EngineSettings, *, has_state: bool) -> None:
-        """Raises InvalidValue if drafts cannot be verified here; with ``has_state`` layers keep a state."""
-
     def draft_sampler(self, settings: EngineSettings) -> "Choose":
         """Returns how a draft model chooses tokens as the engine does."""
 
@@ -124,7 +121,7 @@ class Device(Protocol):
 
 
 def check_verifiable(settings: EngineSettings, *, has_state: bool) -> None:
-    """Raises InvalidValue if no device verifies drafts with these settings."""
+    """Raises InvalidValue if no device verifies drafts with these settings; with ``has_state`` layers keep a state."""
     if has_state:
         allowed = "off: layers of this model keep a state, which a token that was not sampled would change"
         raise InvalidValue("workers.speculation", settings.speculation, allowed)
