@@ -5,13 +5,22 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import psutil
+
 import dora
 from dora.client import Operator
 from dora.errors import Conflict, InvalidValue
+from dora.rpc import dora_pb2 as pb
 from tests.e2e.agents import agent, are_ready, host
 from tests.e2e.test_hosts_join import GROUPS, LONG
 from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train, until
+
+
+def of(status: pb.Status, name: str) -> pb.WorkerStatus:
+    """The only worker of a host."""
+    (worker,) = (each for each in status.workers if each.host == name)
+    return worker
 
 
 async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: Path, tmp_path: Path) -> None:
@@ -31,12 +40,17 @@ async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: 
         with refused(InvalidValue, names=("h1-w0",)):
             await operator.drain("h1-w0", 30.0)
 
+        status = await during(training, until(operator, lambda status: of(status, "h1").running > 0))
+        stopped = psutil.Process(of(status, "h1").pid)
+        stopped.suspend()  # so what it runs cannot leave yet
+        await during(training, until(operator, lambda _: stopped.status() == psutil.STATUS_STOPPED))
         reply = await operator.drain("h1", 30.0)
         assert reply.message == "h1 is draining: its workers (1) leave, then the host, within 30 s"
         leaving = host(await operator.status(), "h1")
-        assert leaving.state != "draining" or leaving.reason.startswith("drained by an operator, 30 s")
+        assert (leaving.state, leaving.reason) == ("draining", "drained by an operator, 30 s")
         with refused(Conflict, names=("h1",)):
             await operator.scale(1, "h1")
+        stopped.resume()
         await during(training, until(operator, lambda status: host(status, "h1").state == "drained"))
         assert await asyncio.wait_for(asked.wait(), 60) == 0
 
