@@ -1,6 +1,6 @@
 """Sizes of sweeps: ``make test`` tries about a tenth of each, ``make test-all`` all of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,11 @@ def tenth_of(cases: Iterable[Any]) -> list[Any]:
 def some_of(cases: Iterable[Any], *short: Any) -> list[Any]:
     """Parameters of a test: of the cases, ``make test`` has these few."""
     return [pytest.param(case, marks=() if case in short else pytest.mark.full) for case in cases]
+
+
+def full(*cases: Sequence[Any]) -> list[Any]:
+    """Parameters of a test with several, which ``make test-all`` alone tries: each case has a value of each."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def examples(whole: int) -> int:

@@ -17,6 +17,7 @@ from dora.rpc.proven import proven_channel
 from dora.rpc.roles import Role
 from tests.refusals import refused
 from tests.service import until
+from tests.sweeps import full
 
 GOOD = {"dora_version": __version__, "workers": 0, "capacity": pb.HostCapacity(store_free_bytes=1 << 40)}
 NAME = "v1-" + "0" * 32
@@ -55,36 +56,33 @@ def hello(name: str = "liar", **fields: object) -> pb.HostMessage:
         ([hello(dora_version="0.0.9")], Conflict, "dora_version", "0.0.9"),
         ([hello(), hello()], InvalidValue, "kind", "hello"),
         ([hello(), pb.HostMessage(arrived=pb.VersionArrived(name="v1"))], InvalidValue, "version's name", "v1"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ([hello(model_digest="f" * 32)], Conflict, "model", "f" * 32),
-                ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes", 100),
-                ([hello(), pb.HostMessage()], InvalidValue, "kind", None),
-                ([hello(), pb.HostMessage(ready=pb.HostReady(held=["../1"]))], InvalidValue, "version's name", "../1"),
-                (
-                    [hello(), pb.HostMessage(ready=pb.HostReady(relay_address="x" * 300))],
-                    InvalidValue,
-                    "held",
-                    "0 versions",
-                ),
-                (
-                    [
-                        hello(),
-                        pb.HostMessage(arrived=pb.VersionArrived(name=NAME, bytes_per_s=float("nan"), start_s=1.0)),
-                    ],
-                    InvalidValue,
-                    "link: bytes_per_s",
-                    float("nan"),
-                ),
-                ([hello(), pb.HostMessage(failed=pb.VersionFailed(name="?"))], InvalidValue, "version's name", "?"),
-                (
-                    [hello(), pb.HostMessage(report=pb.HostReport(failed="x" * 5000))],
-                    InvalidValue,
-                    "troubles",
-                    "a longer text",
-                ),
-            )
+        *full(
+            ([hello(model_digest="f" * 32)], Conflict, "model", "f" * 32),
+            ([hello(capacity=pb.HostCapacity(store_free_bytes=100))], LimitExceeded, "store_free_bytes", 100),
+            ([hello(), pb.HostMessage()], InvalidValue, "kind", None),
+            ([hello(), pb.HostMessage(ready=pb.HostReady(held=["../1"]))], InvalidValue, "version's name", "../1"),
+            (
+                [hello(), pb.HostMessage(ready=pb.HostReady(relay_address="x" * 300))],
+                InvalidValue,
+                "held",
+                "0 versions",
+            ),
+            (
+                [
+                    hello(),
+                    pb.HostMessage(arrived=pb.VersionArrived(name=NAME, bytes_per_s=float("nan"), start_s=1.0)),
+                ],
+                InvalidValue,
+                "link: bytes_per_s",
+                float("nan"),
+            ),
+            ([hello(), pb.HostMessage(failed=pb.VersionFailed(name="?"))], InvalidValue, "version's name", "?"),
+            (
+                [hello(), pb.HostMessage(report=pb.HostReport(failed="x" * 5000))],
+                InvalidValue,
+                "troubles",
+                "a longer text",
+            ),
         ),
     ],
 )

@@ -23,6 +23,7 @@ from dora.rpc.roles import Role, ServiceTokens
 from tests.abuse.callers import METHODS, answer
 from tests.owner_token import owner_token
 from tests.refusals import refused, refused_call
+from tests.sweeps import full
 
 MEGABYTE = 1 << 20
 
@@ -54,14 +55,11 @@ asyncio.run(main(*sys.argv[1:]))
     ("role", "method", "status", "most_bytes"),
     [
         (None, "/dora.v1.Operator/GetStatus", "UNAUTHENTICATED", 24 * MEGABYTE),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (Role.OPERATOR, "/dora.v1.Operator/GetStatus", "RESOURCE_EXHAUSTED", 200 * MEGABYTE),
-                (None, "/dora.v1.Prompts/Submit", "UNAUTHENTICATED", 24 * MEGABYTE),
-                (Role.OPERATOR, "/dora.v1.Trainer/CommitStep", "PERMISSION_DENIED", 24 * MEGABYTE),
-                (Role.SUBMITTER, "/dora.v1.Prompts/Submit", "INVALID_ARGUMENT", 200 * MEGABYTE),
-            )
+        *full(
+            (Role.OPERATOR, "/dora.v1.Operator/GetStatus", "RESOURCE_EXHAUSTED", 200 * MEGABYTE),
+            (None, "/dora.v1.Prompts/Submit", "UNAUTHENTICATED", 24 * MEGABYTE),
+            (Role.OPERATOR, "/dora.v1.Trainer/CommitStep", "PERMISSION_DENIED", 24 * MEGABYTE),
+            (Role.SUBMITTER, "/dora.v1.Prompts/Submit", "INVALID_ARGUMENT", 200 * MEGABYTE),
         ),
     ],
 )

@@ -31,7 +31,7 @@ from dora.system.process_tree import descendants
 from tests.abuse import hostile_rewards
 from tests.refusals import data_words, refused
 from tests.service import check_promises, configured, running, train
-from tests.sweeps import counts_of, some_of
+from tests.sweeps import counts_of, full, some_of
 
 FUNCTIONS = "tests.abuse.hostile_rewards"
 Start = Callable[..., Awaitable[RewardRunner]]
@@ -156,15 +156,12 @@ async def test_what_a_function_leaves_behind_is_bounded(start: Start, capfd: pyt
         ("objects", "reward.memory_mb", True),
         ("files", "reward.open_files", True),
         ("children", "reward.processes", True),
-        *(
-            pytest.param(leak, limit, False, marks=pytest.mark.full)
-            for leak, limit in (
-                ("untouched", "reward.memory_mb"),
-                ("shared", "reward.memory_mb"),
-                ("threads", "reward.memory_mb"),
-                ("memory of children", "reward.memory_mb"),
-                ("sockets", "reward.open_files"),
-            )
+        *full(
+            ("untouched", "reward.memory_mb", False),
+            ("shared", "reward.memory_mb", False),
+            ("threads", "reward.memory_mb", False),
+            ("memory of children", "reward.memory_mb", False),
+            ("sockets", "reward.open_files", False),
         ),
     ],
 )
@@ -193,17 +190,14 @@ async def test_a_leak_costs_no_verdict_and_each_call_is_judged_once(
         ("shared", "MiB of reward.memory_mb = 256"),
         ("files", "Too many open files: '/dev/null'; the limit is reward.open_files = 64"),
         ("children", "processes behind, more than reward.processes = 32"),
-        *(
-            pytest.param(what, message, marks=pytest.mark.full)
-            for what, message in (
-                ("numpy", "MiB for an array with shape"),
-                ("small objects", "; the limit is reward.memory_mb = 256"),
-                ("caught", "raised ValueError: no reward; the limit is reward.memory_mb = 256"),
-                ("quoted", "raised RuntimeError: child: Cannot allocate memory; the limit is reward.memory_mb = 256"),
-                ("long error", "xxx; the limit is reward.memory_mb = 256"),
-                ("shared and prints", "MiB of reward.memory_mb = 256"),
-                ("memory of children", "MiB of reward.memory_mb = 256"),
-            )
+        *full(
+            ("numpy", "MiB for an array with shape"),
+            ("small objects", "; the limit is reward.memory_mb = 256"),
+            ("caught", "raised ValueError: no reward; the limit is reward.memory_mb = 256"),
+            ("quoted", "raised RuntimeError: child: Cannot allocate memory; the limit is reward.memory_mb = 256"),
+            ("long error", "xxx; the limit is reward.memory_mb = 256"),
+            ("shared and prints", "MiB of reward.memory_mb = 256"),
+            ("memory of children", "MiB of reward.memory_mb = 256"),
         ),
     ],
 )
@@ -388,14 +382,11 @@ async def test_half_a_character_in_a_prompt_reaches_the_function(start: Start) -
     [
         ("of_the_wrong_arity", r"a function of \(prompt_text, response_text, response_token_ids, .*takes \(prompt"),
         ("not_callable", "is of the type float"),
-        *(
-            pytest.param(function, message, marks=pytest.mark.full)
-            for function, message in (
+        *full(
                 ("keeps_asynchronously", "too many positional arguments"),
                 ("with_a_required_keyword", "missing a required .*'tokenizer'"),
                 ("generates", "contains yield"),
-            )
-        ),
+),
     ],
 )  # fmt: skip
 async def test_a_function_that_no_call_can_reach_is_refused_at_the_start(function: str, message: str) -> None:

@@ -19,6 +19,7 @@ from dora.prompts.export import KEPT_MAX, _without_transformers
 from dora.prompts.tokenizer import ChatTokenizer
 from tests.abuse.templates import CHATS, TEMPLATES
 from tests.refusals import refused
+from tests.sweeps import full
 
 CORPUS = [chat["content"] for chats in CHATS for chat in chats] * 3 + ["<|im_start|>user assistant model [INST] first"]
 BYTE_LEVEL, METASPACE = "byte-level", "metaspace"
@@ -78,14 +79,11 @@ def as_it_is(tokenizer: Tokenizer) -> None:
     [
         (BYTE_LEVEL, False, truncated, {"chat_template": [{"name": "default", "template": TEMPLATES["chatml"]}]}),
         (METASPACE, True, both, {"extra_special_tokens": ["<start_of_turn>", "[INST]"]}),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (BYTE_LEVEL, True, padded, {"add_bos_token": True}),
-                (METASPACE, False, truncated, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}),
-                (BYTE_LEVEL, False, both, {"tokenizer_class": "Qwen2TokenizerFast", "sep_token": "<sep>"}),
-                (BYTE_LEVEL, True, as_it_is, {"split_special_tokens": True, "model_max_length": 8}),
-            )
+        *full(
+            (BYTE_LEVEL, True, padded, {"add_bos_token": True}),
+            (METASPACE, False, truncated, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}),
+            (BYTE_LEVEL, False, both, {"tokenizer_class": "Qwen2TokenizerFast", "sep_token": "<sep>"}),
+            (BYTE_LEVEL, True, as_it_is, {"split_special_tokens": True, "model_max_length": 8}),
         ),
     ],
 )

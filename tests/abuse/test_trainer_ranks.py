@@ -21,6 +21,7 @@ from dora.trainers.grpo import main
 from dora.trainers.learner import Learner
 from tests.contract.trainer_service import TOKEN, Running, StartService, make_group
 from tests.private_token import with_token
+from tests.sweeps import full
 from tests.trainer_ranks import Rank, ended, start_ranks
 
 GROUPS = 2
@@ -160,12 +161,12 @@ async def test_what_one_meets_the_other_says(service: Running, model_folder: Pat
     ("changes", "says"),
     [
         ({"logprobs": [math.nan] * 3}, "trajectory s1-g0-0: logprobs = nan is not valid: it must be finite"),
-        *(
-            pytest.param(changes, f"trajectory s1-g0-0: {says}", marks=pytest.mark.full)
-            for changes, says in (
-                ({"logprobs": []}, "len(logprobs) = 0 is not valid: it must be one per response token"),
-                ({"response_token_ids": [5, 6, 64]}, "response_token_ids = 64 is not valid: it must be 0"),
-            )
+        *full(
+            ({"logprobs": []}, "trajectory s1-g0-0: len(logprobs) = 0 is not valid: it must be one per response token"),
+            (
+                {"response_token_ids": [5, 6, 64]},
+                "trajectory s1-g0-0: response_token_ids = 64 is not valid: it must be 0",
+            ),
         ),
     ],
 )

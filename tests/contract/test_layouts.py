@@ -34,7 +34,7 @@ from tests.contract.driver import (
     run,
 )
 from tests.refusals import refused
-from tests.sweeps import some_of
+from tests.sweeps import full, some_of
 
 pytestmark = pytest.mark.xdist_group("vllm-moe")  # a process imports vLLM for many tests
 
@@ -79,7 +79,7 @@ def requests_of(prompt_tokens: int, max_tokens: int) -> list[RequestSpec]:
 
 @pytest.mark.parametrize(
     ("prompt_tokens", "at_step"),
-    [(20, 5), (LONG, 40), *(pytest.param(*case, marks=pytest.mark.full) for case in ((20, 60), (LONG, 1)))],
+    [(20, 5), (LONG, 40), *full((20, 60), (LONG, 1))],
 )
 def test_a_moved_request_equals_an_unmoved_one_bitwise(
     engine: VllmEngine, driver: Driver, prompt_tokens: int, at_step: int

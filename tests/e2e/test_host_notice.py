@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.service import check_promises, configured, during, running, train, until
 
 
-def of(status: pb.Status, name: str) -> pb.WorkerStatus:
+def worker_of(status: pb.Status, name: str) -> pb.WorkerStatus:
     """The only worker of a host."""
     (worker,) = (each for each in status.workers if each.host == name)
     return worker
@@ -40,8 +40,8 @@ async def test_hosts_leave_by_a_deadline_and_every_group_comes_once(tiny_dense: 
         with refused(InvalidValue, names=("h1-w0",)):
             await operator.drain("h1-w0", 30.0)
 
-        status = await during(training, until(operator, lambda status: of(status, "h1").running > 0))
-        stopped = psutil.Process(of(status, "h1").pid)
+        status = await during(training, until(operator, lambda status: worker_of(status, "h1").running > 0))
+        stopped = psutil.Process(worker_of(status, "h1").pid)
         stopped.suspend()  # so what it runs cannot leave yet
         await during(training, until(operator, lambda _: stopped.status() == psutil.STATUS_STOPPED))
         reply = await operator.drain("h1", 30.0)

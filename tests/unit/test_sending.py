@@ -14,6 +14,7 @@ from dora.rpc.proven import ProvenChannel, proven_channel
 from dora.rpc.roles import ServiceTokens
 from tests.owner_token import owner_token
 from tests.refusals import refused_call
+from tests.sweeps import full
 
 OWNER = owner_token("owner")
 STREAM, UPLOAD = "/dora.v1.Host/Join", "/dora.v1.Trainer/UploadWeights"
@@ -91,7 +92,7 @@ def upload(channel: ProvenChannel) -> Any:
     [
         (False, False),
         (True, True),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((False, True), (True, False))),
+        *full((False, True), (True, False)),
     ],
 )
 @pytest.mark.parametrize("kind", ["stream", "upload"])

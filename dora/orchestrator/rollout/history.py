@@ -86,10 +86,12 @@ class FleetHistory:
 
     def _scope(self, key: bytes) -> _Scope:
         """Returns the scope, which is now the latest used. A new one takes the room of an entry."""
-        if key not in self._scopes:
-            self._count(self._scopes.setdefault(key, _Scope()), ENTRY_BYTES)
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = _Scope()
+            self._count(scope, ENTRY_BYTES)
         self._scopes.move_to_end(key)
-        return self._scopes[key]
+        return scope
 
     def _enter(self, key: bytes, serial: int, entry: pb.RememberedResponse) -> Iterable[str]:
         scope = self._scope(key)

@@ -268,26 +268,12 @@ def test_a_comparison_and_a_run_fit(preset: str) -> None:
         check(report_table(report, scenarios[0]))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("plan", "--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1"),
-        ("simulate", "presets"),
-        *(
-            pytest.param(arguments, marks=pytest.mark.full)
-            for arguments in (
-                ("plan", "--gpus", "64"),
-                (
-                    *("plan", "--gpus", "8192", "--model", "longcat-flash"),
-                    "--hardware",
-                    "npu-60gb",
-                    "--cap-tokens",
-                    "64000",
-                ),
-            )
-        ),
-    ],
-)
+PLAN = ("plan", "--rollout-gpus", "64", "--train-gpus", "64", "--link-gbps", "80", "--window", "1")
+PRESETS = ("simulate", "presets")
+LARGE_PLAN = ("plan", "--gpus", "8192", "--model", "longcat-flash", "--hardware", "npu-60gb", "--cap-tokens", "64000")
+
+
+@pytest.mark.parametrize("arguments", some_of((PLAN, PRESETS, ("plan", "--gpus", "64"), LARGE_PLAN), PLAN, PRESETS))
 def test_what_commands_print_fits(arguments: tuple[str, ...]) -> None:
     narrow, wide = (CliRunner(env={"COLUMNS": str(width)}).invoke(app, arguments).stdout for width in (WIDTH, 4000))
     assert narrow and max(map(cell_len, narrow.splitlines())) <= WIDTH, narrow
